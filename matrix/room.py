@@ -1,0 +1,48 @@
+"""Disk for the next environment: all seventeen together take more than many machines have.
+
+uv hard-links what it installs from its cache, so an environment costs little until it is the last
+user of a wheel. When disk is short, first the test environments that are not in use go, then those
+wheels in uv's cache that no environment anywhere links to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+GIB = 2**30
+KEPT_FREE = 10 * GIB
+LARGEST_ENVIRONMENT = 8 * GIB
+
+
+def make(environments: Path, keep: str, uv: str) -> None:
+    """Free disk until an environment fits with ``KEPT_FREE`` to spare; raise OSError if it cannot.
+
+    ``environments`` is nox's folder and ``keep`` the name of the environment about to be used.
+    """
+    wanted = KEPT_FREE + LARGEST_ENVIRONMENT
+    if _free(environments) >= wanted:
+        return
+    for path in environments.glob("*-*"):
+        if path.name != keep and (path / "pyvenv.cfg").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    if _free(environments) < wanted:
+        _forget_unused_wheels(uv)
+    if _free(environments) < KEPT_FREE + GIB:
+        raise OSError(f"{_free(environments) / GIB:.0f} GiB free; an environment needs more")
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def _forget_unused_wheels(uv: str) -> None:
+    """Remove the unpacked wheels no environment links to, then the cache's references to them."""
+    cache = subprocess.run([uv, "cache", "dir"], check=True, capture_output=True, text=True)
+    for archives in Path(cache.stdout.strip()).glob("archive-v*"):
+        for wheel in archives.iterdir():
+            files = [path for path in wheel.rglob("*") if path.is_file()]
+            if all(path.stat().st_nlink == 1 for path in files):
+                shutil.rmtree(wheel, ignore_errors=True)
+    subprocess.run([uv, "cache", "prune"], check=True)
