@@ -11,12 +11,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from uv import find_uv_bin
+
 GIB = 2**30
 KEPT_FREE = 10 * GIB
 LARGEST_ENVIRONMENT = 8 * GIB
 
 
-def make(environments: Path, keep: str, uv: str) -> None:
+def make(environments: Path, keep: str) -> None:
     """Free disk until an environment fits with ``KEPT_FREE`` to spare; raise OSError if it cannot.
 
     ``environments`` is nox's folder and ``keep`` the name of the environment about to be used.
@@ -28,7 +30,7 @@ def make(environments: Path, keep: str, uv: str) -> None:
         if path.name != keep and (path / "pyvenv.cfg").exists():
             shutil.rmtree(path, ignore_errors=True)
     if _free(environments) < wanted:
-        _forget_unused_wheels(uv)
+        _forget_unused_wheels()
     if _free(environments) < KEPT_FREE + GIB:
         raise OSError(f"{_free(environments) / GIB:.0f} GiB free; an environment needs more")
 
@@ -37,8 +39,9 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _forget_unused_wheels(uv: str) -> None:
+def _forget_unused_wheels() -> None:
     """Remove the unpacked wheels no environment links to, then the cache's references to them."""
+    uv = shutil.which("uv") or find_uv_bin()
     cache = subprocess.run([uv, "cache", "dir"], check=True, capture_output=True, text=True)
     for archives in Path(cache.stdout.strip()).glob("archive-v*"):
         for wheel in archives.iterdir():

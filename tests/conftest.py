@@ -63,7 +63,7 @@ def pytest_report_header() -> str:
 def _rungs() -> list[_gate.Rung]:
     try:
         return _gate.report()
-    except ImportError:
+    except (ImportError, AttributeError):  # a seam that is broken or not written yet
         return []
 
 
