@@ -13,7 +13,6 @@ This module imports torch only to ask for its version.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, NamedTuple, Tuple
 
 from packaging.version import InvalidVersion, Version
@@ -85,13 +84,3 @@ def report() -> list[Rung]:
         reason = (module.__doc__ or "").strip().partition("\n")[0]
         rungs.append(Rung(seam, module.__name__.rpartition(".")[2], reason))
     return rungs
-
-
-def alias_is_ours() -> bool | None:
-    """Tell whether ``import torchdistx`` gives this package's alias; None if there is none."""
-    try:
-        alias = importlib.import_module("torchdistx")
-    except ImportError:
-        return None
-    fake = sys.modules["torchcompat"].fake
-    return getattr(alias, "fake", None) is fake
