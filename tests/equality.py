@@ -120,13 +120,15 @@ def _entries(module: nn.Module) -> Iterator[Tuple[str, Any, str]]:
         yield name, child, "module"
 
 
-def shapes_of_modules(obj: Any) -> List[Tuple[str, type, bool, Any]]:
+def shapes_of_modules(obj: Any) -> List[Tuple[str, str, bool, Any]]:
     """Name, class, training flag and plain Python settings of every module, in order."""
-    rows: List[Tuple[str, type, bool, Any]] = []
+    rows: List[Tuple[str, str, bool, Any]] = []
     if isinstance(obj, nn.Module):
         for name, module in obj.named_modules():
             settings = {k: _plain(v) for k, v in vars(module).items() if k not in _OWN_DICTS}
-            rows.append((name, type(module), module.training, settings))
+            # parametrize makes a class for each module, so classes go by name
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            rows.append((name, kind, module.training, settings))
     elif isinstance(obj, (list, tuple)):
         for value in obj:
             rows.extend(shapes_of_modules(value))
@@ -238,7 +240,7 @@ def differences(eager: Any, deferred: Any) -> List[str]:
     return wrong
 
 
-def _rest(row: Tuple[str, type, bool, Any], other: Tuple[str, type, bool, Any]) -> Any:
+def _rest(row: Tuple[str, str, bool, Any], other: Tuple[str, str, bool, Any]) -> Any:
     """Name, class, and the settings in which a module differs from another."""
     return (*row[:3], {k: v for k, v in row[3].items() if other[3].get(k, "absent") != v})
 
