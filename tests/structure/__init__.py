@@ -1,0 +1,1 @@
+"""How the project is put together: what must hold whatever the package computes."""
