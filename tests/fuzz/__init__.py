@@ -1,0 +1,1 @@
+"""Random constructor programs, run eagerly and deferred, that must come out the same."""

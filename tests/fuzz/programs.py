@@ -1,0 +1,187 @@
+"""A program is a list of statements; running it eagerly and deferred must give the same.
+
+It has three parts: statements before the construction (they make real tensors), the constructor itself, and
+statements after it, which work on what the constructor returned. Then the kept values are materialised in a
+random order, with draws in between, and compared bit for bit with `tests.equality`, gradients, generator
+states and Python values included.
+"""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import nn
+
+from tests.equality import assert_equal, gradients, raw, still_generator, walk
+from tests.fuzz import grammar
+from torchcompat.deferred_init import deferred_init, materialize_module, materialize_tensor
+
+
+class Program(NamedTuple):
+    """Statements by part, the names the constructor returns, and the seed of run and order."""
+
+    before: tuple[str, ...]
+    inside: tuple[str, ...]
+    kept: tuple[str, ...]
+    after: tuple[str, ...]
+    seed: int
+
+    def __str__(self) -> str:
+        """The deferred run as plain Python; call `construct()` itself for the eager one."""
+        kept = ", ".join(self.kept)
+        body = textwrap.indent("\n".join((*self.inside, f"return [{kept}]")), "    ")
+        return "\n".join(
+            (
+                "import copy, math, torch\nfrom torch import nn",
+                "from torchcompat.deferred_init import deferred_init",
+                f"torch.manual_seed({self.seed})",
+                *self.before,
+                f"def construct():\n{body}",
+                f"[{kept}] = deferred_init(construct)",
+                *self.after,
+            )
+        )
+
+
+class Outcome(NamedTuple):
+    """What a run left behind."""
+
+    values: dict[str, Any]
+    states: tuple[bytes, ...]
+
+
+KEPT = (torch.Tensor, nn.Module, torch.Generator, float, int, list)
+
+
+def write(rnd: Any, size: int = 16) -> Program:
+    """Write a random program of up to `size` statements in the constructor."""
+    seed = rnd.randrange(1000)
+    torch.manual_seed(seed)
+    dtype = torch.get_default_dtype()
+    try:
+        writer = grammar.Writer(rnd, grammar.names())
+        before = writer.write([(grammar.FACTORIES, 1)], rnd.choice((0, 0, 0, 1, 2)))
+        outer = set(writer.space)
+        inside = writer.write(grammar.INSIDE, rnd.randrange(2, size + 1))
+        mine = [k for k in writer.live(KEPT) if k not in outer]
+        kept = [k for k in mine if rnd.randrange(4)] or mine[:1]
+        rnd.shuffle(kept)
+        writer.space = {k: v for k, v in writer.space.items() if k in outer or k in kept}
+        after = writer.write(grammar.AFTER, rnd.choice((0, 0, 1, 3, 6)))
+    finally:
+        torch.set_default_dtype(dtype)
+    return Program(tuple(before), tuple(inside), tuple(kept), tuple(after), seed)
+
+
+def run(program: Program, call: Callable[[Callable[[], Any]], Any]) -> Outcome:
+    """Run a program, its constructor through `call`; give what it leaves."""
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(program.seed)
+    outer = grammar.names()
+    states = []
+    try:
+        exec("\n".join(program.before), outer)
+
+        def construct() -> list[Any]:
+            space = dict(outer)
+            exec("\n".join(program.inside), space)
+            return [space[name] for name in program.kept]
+
+        space = dict(outer)
+        space.update(zip(program.kept, call(construct)))
+        states.append(raw(torch.get_rng_state()))
+        exec("\n".join(program.after), space)
+        states.append(raw(torch.get_rng_state()))
+        left = {k: v for k, v in space.items() if isinstance(v, KEPT)}
+        for name in [k for k, v in left.items() if isinstance(v, torch.Generator)]:
+            states.append(raw(left.pop(name).get_state()))
+        return Outcome(left, tuple(states))
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def materialize_in_random_order(values: dict[str, Any], rnd: random.Random) -> None:
+    """Replace each value by its materialised self; modules whole or tensor by tensor."""
+    order = list(values)
+    rnd.shuffle(order)
+    for name in order:
+        value = values[name]
+        with still_generator():
+            if isinstance(value, torch.Tensor):
+                values[name] = materialize_tensor(value)
+            elif isinstance(value, nn.Module):
+                _materialize_module(value, rnd)
+        if rnd.randrange(4) == 0:
+            torch.rand(3)
+
+
+def _materialize_module(module: nn.Module, rnd: random.Random) -> None:
+    if rnd.randrange(3) == 0:
+        slots = [(m._parameters, k) for m in module.modules() for k in m._parameters]
+        rnd.shuffle(slots)
+        for entries, key in slots:
+            if entries[key] is not None:
+                entries[key] = materialize_tensor(entries[key])
+    materialize_module(module)
+
+
+def check(program: Program) -> None:
+    """Fail unless the deferred run of `program` comes out as the eager one."""
+    eager = run(program, lambda construct: construct())
+    deferred = run(program, deferred_init)
+    assert deferred.states == eager.states, "a generator is not where eager leaves it"
+    materialize_in_random_order(deferred.values, random.Random(program.seed))
+    assert list(eager.values) == list(deferred.values), "other names"
+    for name, value in eager.values.items():
+        if not isinstance(value, (torch.Tensor, nn.Module)):
+            assert repr(deferred.values[name]) == repr(value), f"{name} read another value"
+    assert_equal(eager.values, deferred.values)
+    _compare_gradients(eager.values, deferred.values)
+
+
+def _compare_gradients(eager: dict[str, Any], deferred: dict[str, Any]) -> None:
+    here, there = ([f.tensor for f in walk(values).values()] for values in (eager, deferred))
+    if not any(t.grad_fn is not None for t in here):
+        return
+    try:
+        expected = gradients(*_ends(here))
+    except RuntimeError:  # saved values were overwritten, or nothing leads to a leaf
+        return
+    for mine, other in zip(expected, gradients(*_ends(there))):
+        assert (mine is None) == (other is None), "a leaf is not in the graph"
+        assert mine is None or raw(mine) == raw(other), f"gradient {other}, in eager {mine}"
+
+
+def _ends(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    outputs = [t for t in tensors if t.grad_fn is not None]
+    return outputs, [t for t in tensors if t.is_leaf and t.requires_grad]
+
+
+def fails(program: Program) -> str:
+    """Why the deferred run differs, or nothing if it does not, or if eager cannot run the program."""
+    try:
+        run(program, lambda construct: construct())
+    except Exception:
+        return ""
+    try:
+        check(program)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shrink(program: Program) -> Program:
+    """Drop statements and kept names one by one while the program still fails."""
+    shorter = True
+    while shorter:
+        shorter = False
+        for part in ("after", "inside", "kept", "before"):
+            for index in reversed(range(len(getattr(program, part)))):
+                rest = getattr(program, part)
+                smaller = program._replace(**{part: rest[:index] + rest[index + 1 :]})
+                if fails(smaller):
+                    program, shorter = smaller, True
+    return program
