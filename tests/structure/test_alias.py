@@ -1,4 +1,4 @@
-"""Under both names there is one module object, whichever way and in whichever order it is imported."""
+"""Under both names there is one module object, in whichever way and order it is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATEMENTS = (
     "from torchdistx.deferred_init import _C as a; from torchcompat.deferred_init import _C as b",
     "from torchdistx.deferred_init import _C as a; from torchdistx import _C as b",
     "import torchdistx; a = torchdistx.optimizers; from torchcompat import optimizers as b",
-    "import torchdistx; a = torchdistx.optimizers.AnyPrecisionAdamW;"
+    "import torchdistx as t; a = t.optimizers.AnyPrecisionAdamW\n"
     "from torchcompat.optimizers import AnyPrecisionAdamW as b",
     "from torchdistx.slowmo import slowmo_comm as a; import torchcompat.slowmo.slowmo_comm as b",
     "import torchdistx.slowmo.slowmo_comm as a; import torchcompat.slowmo.slowmo_comm as b",
@@ -30,8 +30,8 @@ STATEMENTS = (
 
 
 @pytest.mark.parametrize("statement", STATEMENTS)
-def test_one_object(run_python, statement):
-    run_python(f"{statement}\nassert a is b, (a, b)")
+def test_one_object(fresh, statement):
+    fresh(f"{statement}\nassert a is b, (a, b)")
 
 
 def test_every_public_part_has_its_marker():
@@ -52,8 +52,8 @@ def test_every_part_imports(part):
     assert getattr(torchcompat, part) is getattr(torchdistx, part)
 
 
-def test_every_submodule_is_the_same_object(run_python):
-    run_python("""
+def test_every_submodule_is_the_same_object(fresh):
+    fresh("""
 import importlib, pkgutil, torchcompat, torchdistx
 for part in torchdistx.__all__:
     module = importlib.import_module("torchdistx." + part)
@@ -68,27 +68,25 @@ for part in torchdistx.__all__:
     "name",
     ["torchdistx", "torchdistx.deferred_init", "torchdistx.optimizers.anyprecision_optimizer"],
 )
-def test_find_spec(run_python, name):
+def test_find_spec(fresh, name):
     code = f"from importlib.util import find_spec\nassert find_spec({name!r}) is not None\n"
-    run_python(f"{code}import {name}\n{code}")
+    fresh(f"{code}import {name}\n{code}")
 
 
-def test_find_spec_of_what_is_not_there(run_python):
-    run_python(
-        "from importlib.util import find_spec\nassert find_spec('torchdistx.nothing') is None"
-    )
+def test_find_spec_of_what_is_not_there(fresh):
+    fresh("from importlib.util import find_spec\nassert find_spec('torchdistx.nothing') is None")
 
 
-def test_reload(run_python):
-    run_python("""
+def test_reload(fresh):
+    fresh("""
 import importlib, torchcompat.fake, torchdistx, torchdistx.fake
 assert importlib.reload(torchdistx.fake) is torchcompat.fake is torchdistx.fake
 assert importlib.reload(torchdistx).fake is torchcompat.fake
 """)
 
 
-def test_pickles_of_the_old_name(run_python):
-    run_python(r"""
+def test_pickles_of_the_old_name(fresh):
+    fresh(r"""
 import pickle
 old = pickle.loads(b"ctorchdistx.optimizers.anyprecision_optimizer\nAnyPrecisionAdamW\n.")
 from torchcompat.optimizers import AnyPrecisionAdamW
@@ -97,8 +95,8 @@ assert pickle.loads(pickle.dumps(old)) is old
 """)
 
 
-def test_two_threads_import_one_object(run_python):
-    run_python("""
+def test_two_threads_import_one_object(fresh):
+    fresh("""
 import importlib, threading, torch
 names = ["torchdistx.fake", "torchcompat.fake"] * 4
 found = []
@@ -111,9 +109,9 @@ assert len(found) == 8 and len(set(map(id, found))) == 1
 """)
 
 
-def test_importable_without_metadata(run_python):
+def test_importable_without_metadata(fresh):
     package = str(Path(torchdistx.__file__).parent.parent)
-    run_python(f"""
+    fresh(f"""
 import sys
 sys.path = [path for path in sys.path if path != {package!r}]
 sys.path.append({package!r})
