@@ -1,0 +1,402 @@
+"""One operator call in general: its arguments encoded, its outputs made, its effects noted.
+
+A call that cannot be recorded faithfully is run now (``run``): it writes real memory, or reads a large
+tensor that the program may change. A call whose result is no tensor is answered (``answer``) from
+values computed on scratch memory; what it read stays deferred.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from typing import Any
+
+import torch
+
+from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
+from torchcompat._plans import Plan
+from torchcompat._random import draws, streams
+from torchcompat._tape import Const, Geometry, Op, Storage, Value, replace, tensors_in
+from torchcompat._thread import thread
+
+FakeTensor = fake_tensor.FakeTensor
+aten = torch.ops.aten
+
+_SKIPPED = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))
+_NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
+_SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not be inferred
+_WITH_GENERATOR = {aten.randperm.default: aten.randperm.generator}
+# Questions about metadata, which must not compute anything.
+_METADATA = {"is_pinned": False, "is_coalesced": False, "is_same_size": None, "device": None}
+
+
+def site() -> tuple[str, int] | None:
+    """Find the line outside torch and this package that the present call comes from."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED) and name[:1] != "<":
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def new_op(func: Any, args: Any, kwargs: Any, name: str) -> Op:
+    """Start the record of a call with what is true of this thread now."""
+    op = Op(func, args, kwargs)
+    op.name = name
+    op.site = site()
+    op.grad = torch.is_grad_enabled()
+    op.default_dtype = torch.get_default_dtype()
+    if torch.is_inference_mode_enabled():
+        op.inference = True
+    return op
+
+
+def tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Collect the fake and the real tensors among a call's arguments."""
+    fakes: list[Any] = []
+    reals: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(item, torch.Tensor):
+                (fakes if isinstance(item, FakeTensor) else reals).append(item)
+    return fakes, reals
+
+
+def encode(arg: Any, keep: bool = False) -> Any:
+    """Replace tensors by values and constants."""
+    if isinstance(arg, FakeTensor):
+        return arg._value
+    if isinstance(arg, torch.Tensor):
+        return Const(arg, keep)
+    if isinstance(arg, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in arg):
+        return [encode(a, keep) for a in arg]
+    return arg
+
+
+def covers(value: Value) -> bool:
+    """Tell whether a handle touches every element of its storage, each once."""
+    assert value.storage is not None
+    mine, root = value.geometry, value.storage.root
+    if mine is root:
+        return True
+    same = mine.dtype == root.dtype and mine.numel == root.numel and mine.offset == root.offset
+    if not same:
+        return False
+    return (mine.size, mine.stride) == (root.size, root.stride) or (_dense(mine) and _dense(root))
+
+
+def _dense(g: Geometry) -> bool:
+    """Tell whether elements lie side by side, in whatever order of dimensions."""
+    step = 1
+    for stride, size in sorted((t, s) for s, t in zip(g.size, g.stride) if s != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def note_leaves(op: Op, fakes: Any, result: Value | None) -> None:
+    """Note which inputs are leaves of the autograd graph that ``op`` extends."""
+    op.leaves = [
+        (f._value, fake_tensor.real_class(f)) for f in fakes if f.requires_grad and f.is_leaf
+    ]
+    if result is not None:
+        for value, _ in op.leaves:
+            value.storage.dependents.append(weakref.ref(result))
+
+
+def note_draws(plan: Plan, op: Op, args: Any, kwargs: Any, device: torch.device) -> None:
+    """Note where in which stream a random operator starts, and move the stream past it."""
+    generator = kwargs.get("generator")
+    op.kwargs = {k: v for k, v in op.kwargs.items() if k != "generator"}
+    op.func = _WITH_GENERATOR.get(plan.func, plan.func)
+    op.takes_generator = plan.generator or op.func is not plan.func
+    if generator is None:
+        generator = streams.default_generator(device)
+    if generator is None:
+        return
+    spending = draws.predict(plan.func, args, kwargs) if device.type == "cpu" else None
+    pass_generator(op, generator, spending)
+
+
+def pass_generator(op: Op, generator: torch.Generator, spending: Any) -> None:
+    """Note where ``op`` starts drawing, with the generator left where eager would leave it."""
+    if thread.deferred:
+        thread.generators[id(generator)] = generator
+    streams.draw(op, generator, spending, bool(thread.deferred))
+
+
+def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:
+    """Record an operator, or run it now where that is the only faithful thing."""
+    written = plan.written(args, kwargs)
+    real_memory = [
+        t for t in written if not isinstance(t, FakeTensor) or t._value.storage.memory is not None
+    ]
+    if real_memory and not plan.views_metadata:
+        return run(plan, args, kwargs)
+    if not plan.tensors_only:
+        return answer(plan, args, kwargs, fakes)
+    if plan.views_metadata:
+        return _rebind(plan, args, kwargs)
+    op = new_op(plan.func, (), {}, plan.name)
+    outputs = Outputs(plan, args, kwargs, op)
+    return outputs.build(written, fakes)
+
+
+def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator for real now: fakes among its arguments are computed first."""
+    written = plan.written(args, kwargs)
+    back = {}
+    real_args: Any = []
+
+    def real(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [real(i) for i in item] if any(map(torch.is_tensor, item)) else item
+        if not isinstance(item, FakeTensor):
+            return item
+        mine = any(item is t for t in written)
+        made = _replay.materialize(item._value) if mine else _replay.compute(item._value)
+        back[id(made)] = item
+        return made
+
+    real_args = [real(a) for a in args]
+    real_kwargs = {k: real(a) for k, a in kwargs.items()}
+    for tensor in plan.written(real_args, real_kwargs):
+        Const.before_write(tensor)
+    if plan.random:
+        generator = kwargs.get("generator")
+        if generator is None:
+            device = next((t.device for t in written), kwargs.get("device") or torch.device("cpu"))
+            generator = streams.default_generator(device)
+        if generator is not None:
+            streams.expose(generator)
+    result = plan.func(*real_args, **real_kwargs)
+    if isinstance(result, torch.Tensor):
+        return back.get(id(result), result)
+    return result
+
+
+def answer(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:
+    """Compute a result that is no tensor."""
+    if plan.name in _METADATA or plan.name.startswith("sym_"):
+        if plan.name == "is_same_size":
+            return args[0].shape == args[1].shape
+        if plan.name == "device":
+            return args[0].device
+        if plan.name.startswith("sym_"):
+            return _infer.infer(plan.func, [encode(a) for a in args], dict(kwargs))
+        return _METADATA[plan.name]
+    if any(f._value.storage is None for f in fakes):
+        where = site()
+        raise RuntimeError(
+            f"{plan.name} reads the values of a tensor made by fake_mode, which has none"
+            + (f" (called at {where[0]}:{where[1]})" if where else "")
+        )
+    return run(plan, args, kwargs)
+
+
+def _rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Serve an operator that changes the sizes or the memory of its first argument's handle."""
+    fake = args[0]
+    if not isinstance(fake, FakeTensor):
+        return run(plan, args, kwargs)
+    value = fake._value
+    if plan.name == "set_" and len(args) > 1:
+        source = args[1]
+        if not isinstance(source, torch.Tensor):  # a storage: memory that exists
+            with autograd_hooks.quiet():
+                made = torch.empty(0, dtype=fake.dtype, device="cpu")
+                made = plan.func(made, *args[1:], **kwargs)
+            return fix(fake, constant(made))
+        if isinstance(source, FakeTensor):
+            base = source._value
+            if len(args) == 2:
+                return fix(fake, Value(base.storage, base.geometry, base))
+            offset, size, stride = (*args[2:], ())[:3]
+            stride = stride or _infer.contiguous(size, fake.dtype, fake.device).stride
+            return fix(fake, strided(base, size, stride, offset))
+        return fix(fake, constant(plan.func(torch.empty_like(source), *args[1:], **kwargs)))
+    handle = _infer.shadow(value).detach()
+    with autograd_hooks.quiet():
+        handle = plan.func(handle, *(_infer.to_meta(a) for a in args[1:]), **kwargs)
+    g = _infer.geometry_of(handle, value.geometry.device)
+    if value.storage is None:
+        return fix(fake, Value(None, g))
+    if g.reach > value.storage.root.reach:
+        return fix(fake, _grown(value, g))
+    return fix(fake, strided(value, g.size, g.stride, g.offset))
+
+
+def fix(fake: Any, value: Value) -> Any:
+    """Make ``fake`` stand for ``value`` from now on."""
+    fake_tensor.refit(fake, value)
+    return fake
+
+
+def constant(tensor: torch.Tensor) -> Value:
+    """Return a value whose memory is that of a real tensor."""
+    storage = Storage(_infer.geometry_of(tensor))
+    storage.memory = tensor.detach()
+    return Value(storage, storage.root)
+
+
+def strided(base: Value, size: Any, stride: Any, offset: int) -> Value:
+    op = new_op(aten.as_strided.default, (base, list(size), list(stride), offset), {}, "as_strided")
+    g = base.geometry
+    geometry = Geometry(tuple(size), tuple(stride), offset, g.dtype, g.device)
+    return Value(base.storage, geometry, base, op)
+
+
+def _grown(value: Value, g: Geometry) -> Value:
+    """Give a handle a larger storage that begins with the old one's content."""
+
+    def grow(old: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
+        flat = made.as_strided((g.reach,), (1,))
+        kept = old.as_strided((value.storage.root.reach,), (1,), 0)  # type: ignore[union-attr]
+        flat[: kept.numel()].copy_(kept)
+        return made
+
+    storage = Storage(g)
+    op = new_op(grow, (value,), {}, "resize_")
+    op.reads, op.made = (value,), (storage,)
+    storage.writers.append(op)
+    return Value(storage, g)
+
+
+class Outputs:
+    """The results of one call: inferred, then made as fakes and noted on the tape."""
+
+    def __init__(self, plan: Plan, args: Any, kwargs: dict[str, Any], op: Op | None) -> None:
+        self.plan, self.op = plan, op
+        self.args, self.kwargs = args, kwargs
+        keep = op is not None and op.grad
+        self.encoded = [encode(a, keep and getattr(a, "requires_grad", False)) for a in args]
+        self.named = {k: encode(a) for k, a in kwargs.items() if k != "generator"}
+        self.device = self._device()
+        if op is not None:
+            op.args, op.kwargs = self.encoded, dict(self.named)
+        self.results = self._infer()
+
+    def _device(self) -> torch.device:
+        device = self.kwargs.get("device")
+        if device is None:
+            items = [i for a in (*self.encoded, *self.named.values()) for i in tensors_in(a)]
+            device = _infer.common_device(items)
+        if device is None:
+            return torch.device("cpu")
+        return fake_tensor.indexed(device)
+
+    def _infer(self) -> Any:
+        try:
+            return _infer.infer(self.plan.func, self.encoded, self.named)
+        except _NO_KERNEL:
+            if self.plan.inplace:
+                return self.args[0]
+            if self.op is None:
+                raise
+        except Exception:
+            size = sum(
+                f.numel() * f.element_size() for f in tensors(self.args, self.kwargs)[0]
+            )
+            if self.op is None or size > _SMALL or not fake_tensor.hardware(self.device.type):
+                raise
+        return self._discover()
+
+    def _discover(self) -> Any:
+        """Learn the shapes by running the operator on computed values."""
+        if not self.plan.random:
+            return run(self.plan, self.args, self.kwargs)
+        assert self.op is not None
+        generator = self.kwargs.get("generator") or streams.default_generator(self.device)
+        self.op.position = streams.where(generator)
+        result = run(self.plan, self.args, self.kwargs)
+        self.op.after = streams.Position(streams.Origin(generator.get_state()))
+        self.op.takes_generator = self.plan.generator
+        return result
+
+    def build(self, written: Any = (), fakes: Any = ()) -> Any:
+        """Return what the caller gets, and put the call on the tape."""
+        returns = self.plan.returns
+        single = not isinstance(self.results, (list, tuple))
+        results = (self.results,) if single else self.results
+        many = len(returns) == 1 and not single
+        if not returns:
+            made = None
+            self.made: list[Any] = []
+        else:
+            self.made = []
+            listed = [
+                self._output(returns[0] if many else returns[i], r) for i, r in enumerate(results)
+            ]
+            made = listed[0] if single else type(self.results)(listed) if many else tuple(listed)
+        if self.op is not None:
+            self._note(written, fakes)
+        return made
+
+    def _output(self, origin: int | None, result: Any) -> Any:
+        if isinstance(result, (list, tuple)):
+            return [self._output(origin, r) for r in result]
+        if not isinstance(result, torch.Tensor):
+            self.made.append(None)
+            return result
+        if origin is not None:
+            name = self.plan.argument_names[origin]
+            source = self.args[origin] if origin < len(self.args) else self.kwargs[name]
+            if any(i == origin for i, _ in self.plan.writes):
+                self.made.append(None)
+                return self._written(source, result)
+            base = source._value
+            geometry = _infer.geometry_of(result, base.geometry.device)
+            value = Value(base.storage, geometry, base, self.op, len(self.made))
+            self.made.append(None)
+            return self._wrap(value, result)
+        if self.named.get("device") is not None and self.named["device"].type == "meta":
+            return result
+        geometry = _infer.geometry_of(result, self.device)
+        storage = Storage(geometry) if self.op is not None else None
+        self.made.append(storage)
+        return self._wrap(Value(storage, geometry), result)
+
+    def _wrap(self, value: Value, result: torch.Tensor) -> Any:
+        if result.device.type == "meta":
+            value.meta = result
+        self.first = value
+        return fake_tensor.wrap(value)
+
+    def _written(self, source: Any, result: torch.Tensor) -> Any:
+        """Return a written argument; an ``out=`` of another shape gets new memory first."""
+        if result.shape != source.shape and source._value.storage is not None:
+            storage = Storage(_infer.geometry_of(result, source._value.geometry.device))
+            old, value = source._value, Value(storage, storage.root)
+            fix(source, value)
+            assert self.op is not None
+            swap = {k: replace(v, lambda x: value if x is old else x) for k, v in self.named.items()}
+            self.op.kwargs = self.named = swap
+        return source
+
+    def _note(self, written: Any, fakes: Any) -> None:
+        """Put the call on the tape of every storage it makes or writes."""
+        op, plan = self.op, self.plan
+        assert op is not None
+        op.made = self.made
+        op.writes = [t._value for t in written]
+        items = [i for a in (*op.args, *op.kwargs.values()) for i in tensors_in(a)]
+        op.reads = [i for i in items if isinstance(i, Value)]
+        if plan.overwrites and len(op.writes) == 1:
+            target = op.writes[0]
+            others = [v for v in op.reads if v is not target]
+            if all(v.storage is not target.storage for v in others) and covers(target):
+                op.reads, op.overwrites = others, True
+        if plan.random and op.position is None:
+            note_draws(plan, op, self.args, self.kwargs, self.device)
+        if op.grad and any(f.requires_grad for f in fakes):
+            note_leaves(op, fakes, getattr(self, "first", None) or (op.writes or [None])[0])
+        for storage in self.made:
+            if storage is not None:
+                storage.writers.append(op)
+        for storage in {id(v.storage): v.storage for v in op.writes}.values():
+            storage.writers.append(op)

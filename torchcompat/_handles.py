@@ -1,0 +1,156 @@
+"""What fakes and patches ask of the recorder, apart from operators.
+
+These are the things that reach Python without the dispatcher: reading and assigning ``.data``, giving
+memory to numpy, copying, and recording a Python function as one operator.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+
+from torchcompat import _calls, _infer, _record, _replay, autograd_hooks, fake_tensor
+from torchcompat._plans import plan_for
+from torchcompat._random import draws, streams
+from torchcompat._tape import Storage, Value
+from torchcompat._thread import paused, thread
+
+__all__ = ["alias", "dispatch", "paused"]
+
+aten = torch.ops.aten
+dispatch = _record.dispatch
+alias = _record.alias
+
+
+def recording() -> bool:
+    """Tell whether this thread is inside ``deferred_init``."""
+    return bool(thread.deferred) and not thread.pure
+
+
+def fakes_hardware() -> bool:
+    """Tell whether devices that are not there may be named on this thread."""
+    return bool(thread.devices)
+
+
+def expose_generator(generator: torch.Generator) -> None:
+    """Give a generator its true state, if it holds a placeholder of ours."""
+    if thread.deferred:
+        streams.expose(generator)
+
+
+def assign(fake: Any, source: torch.Tensor) -> None:
+    """Serve ``fake.data = source``: the fake stands for the source's memory from now on."""
+    if fake_tensor.is_fake(source):
+        base = source._value  # type: ignore[attr-defined]
+        _calls.fix(fake, Value(base.storage, base.geometry, base))
+    elif source.device.type == "meta" or source.layout != torch.strided:
+        torch._C._TensorBase.data.__set__(fake, source)  # type: ignore[attr-defined]
+    else:
+        _calls.fix(fake, _calls.constant(source))
+
+
+def compute(fake: Any) -> torch.Tensor:
+    """Compute the values of a fake; it stays deferred."""
+    _require_tape(fake)
+    return _replay.compute(fake._value)
+
+
+def expose(fake: Any) -> torch.Tensor:
+    """Give a fake its memory, which somebody outside is going to see."""
+    _require_tape(fake)
+    return _replay.materialize(fake._value)
+
+
+def _require_tape(fake: Any) -> None:
+    if fake._value.storage is None:
+        raise RuntimeError(f"{fake!r} was made by fake_mode: it has no values and never will")
+
+
+def deepcopy(fake: Any, memo: dict[int, Any]) -> Any:
+    """Copy a fake with its storage, attributes and class, as ``Tensor.__deepcopy__`` does."""
+    if not fake.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol at the moment"
+        )
+    if id(fake) in memo:
+        return memo[id(fake)]
+    value = fake._value
+    with torch.no_grad():
+        made = fake_tensor.wrap(_copied(value, memo), type(fake))
+    made.requires_grad_(fake.requires_grad)
+    memo[id(fake)] = made
+    if fake.grad is not None:
+        made.grad = copy.deepcopy(fake.grad, memo)
+    for name, attribute in vars(fake).items():
+        if name != "_value":
+            setattr(made, name, copy.deepcopy(attribute, memo))
+    return made
+
+
+def _copied(value: Value, memo: dict[int, Any]) -> Value:
+    """Return a handle like ``value`` on a copy of its storage, one copy per ``memo``."""
+    storage, g = value.storage, value.geometry
+    if storage is None:
+        return Value(None, g)
+    if id(storage) not in memo:
+        root = Value(storage, storage.root)
+        flat = _calls.strided(root, (storage.root.reach,), (1,), 0)
+        memo[id(storage)] = aten.clone.default(fake_tensor.wrap(flat))._value
+        memo.setdefault(id(memo), []).append(storage)
+    base = memo[id(storage)]
+    if base.geometry.dtype != g.dtype:
+        flat = plan_for(aten.view.dtype)
+        base = dispatch(flat.func, (fake_tensor.wrap(base), g.dtype), {})._value
+    return _calls.strided(base, g.size, g.stride, g.offset)
+
+
+def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) -> Any:
+    """Record a Python function that fills a tensor as one operator.
+
+    ``like`` is an overload and its scalar arguments that draw exactly as much, if there is one.
+    """
+    value = fake._value
+    if value.storage is None:
+        return fake
+    if value.storage.memory is not None:
+        streams.expose(generator or torch.default_generator)
+        function(_replay.materialize(value), *args, generator=generator)
+        return fake
+    op = _calls.new_op(function, (value, *args), {}, function.__name__.replace("_no_grad_", ""))
+    op.grad, op.takes_generator = False, True
+    op.writes, op.overwrites = (value,), _calls.covers(value)
+    op.reads = () if op.overwrites else (value,)
+    generator = generator or streams.default_generator(value.geometry.device)
+    if generator is not None:
+        spending = like and draws.predict(like[0], (fake, *like[1]), {})
+        _calls.pass_generator(op, generator, spending)
+    value.storage.writers.append(op)
+    return fake
+
+
+def filled_as(fake: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Make a tensor of another shape with the operators that filled ``fake``."""
+    storage = fake._value.storage
+    fills = {"zeros": aten.zero_.default, "ones": aten.fill_.Scalar, "full": aten.fill_.Scalar}
+    with autograd_hooks.quiet():
+        made = torch.empty(shape, dtype=fake.dtype, device=device)
+        for op in storage.writers:
+            scalars = [a for a in op.args[1:]]
+            if op.name in fills:
+                scalars = {"zeros": [], "ones": [1]}.get(op.name, scalars)
+                fills[op.name](made, *scalars)
+            elif len(op.writes) == 1 and not op.made and not op.kwargs:
+                extra = {}
+                if op.position is not None:
+                    extra["generator"] = streams.Cursor(device).seek(op.position)
+                op.func(made, *scalars, **extra)
+            else:
+                raise ValueError(f"{op.describe()} is no fill: its values depend on the whole shape")
+    return made.requires_grad_(fake.requires_grad)
+
+
+fake_tensor.connect(sys.modules[__name__])

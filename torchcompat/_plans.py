@@ -1,0 +1,178 @@
+"""What an operator does to its arguments, read once from its schema.
+
+A plan says which arguments are written, which outputs are views of which argument, which are new
+memory, whether the operator draws random numbers, and what the recorder may assume about it.
+Schemas are slow to walk (about 1.5 us a look), so a plan is made once per overload and kept.
+
+The tables below are what schemas do not say, as far as torch's own operators are concerned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# In place, without reading what was there, and writing all of it.
+_OVERWRITES = {
+    "zero_",
+    "fill_",
+    "copy_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "cauchy_",
+    "log_normal_",
+    "geometric_",
+}
+# New memory of a given shape, filled by one in-place operator: what the values depend on is then
+# the fill alone, never the tensor whose shape was asked for.
+_LIKES = {
+    "empty_like": None,
+    "new_empty": None,
+    "new_empty_strided": None,
+    "zeros_like": (aten.zero_.default, ()),
+    "new_zeros": (aten.zero_.default, ()),
+    "ones_like": (aten.fill_.Scalar, (1,)),
+    "new_ones": (aten.fill_.Scalar, (1,)),
+    "full_like": (aten.fill_.Scalar, ("fill_value",)),
+    "new_full": (aten.fill_.Scalar, ("fill_value",)),
+    "rand_like": (aten.uniform_.default, (0.0, 1.0)),
+    "randn_like": (aten.normal_.default, (0.0, 1.0)),
+    "randint_like": (aten.random_.__getattr__("from"), ("low", "high")),
+    "rand": (aten.uniform_.default, (0.0, 1.0)),
+    "randn": (aten.normal_.default, (0.0, 1.0)),
+    "randint": (aten.random_.__getattr__("from"), ("low", "high")),
+    "normal": (aten.normal_.default, ("mean", "std")),
+    "empty": None,
+    "empty_strided": None,
+}
+# Handles whose own sizes or memory an operator changes.
+_REBINDS = {"resize_", "resize_as_", "set_"}
+# Memory that is in truth shared, and writes that the schema keeps quiet about: (argument, flag).
+_HIDDEN_VIEWS = {"_unsafe_view"}
+_HIDDEN_WRITES = {
+    "native_batch_norm": (("running_mean", "running_var"), "training"),
+    "rrelu_with_noise": (("noise",), "training"),
+    "rrelu_with_noise_": (("noise",), "training"),
+}
+
+
+plans: dict[Any, Plan] = {}
+
+
+def plan_for(func: Any) -> Plan:
+    """Return the plan of an overload, made at its first use."""
+    plan = plans.get(func)
+    if plan is None:
+        plan = plans[func] = Plan(func)
+    return plan
+
+
+class Plan:
+    """What the recorder needs to know of one overload."""
+
+    __slots__ = (
+        "argument_names",
+        "composite",
+        "draws",
+        "fill",
+        "func",
+        "generator",
+        "hidden",
+        "inplace",
+        "is_like",
+        "name",
+        "overwrites",
+        "plain_empty",
+        "random",
+        "rebinds",
+        "returns",
+        "tensors_only",
+        "views_metadata",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = schema.name.partition("::")[2]
+        own = schema.name.startswith("aten::")
+        arguments = schema.arguments
+        self.argument_names = [a.name for a in arguments]
+        self.generator = "generator" in self.argument_names
+        self.random = self.generator or torch.Tag.nondeterministic_seeded in func.tags
+        self.writes = [
+            (i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
+        ]
+        self.returns = [_origin(r, arguments) for r in schema.returns]
+        self.tensors_only = all("Tensor" in str(r.type) for r in schema.returns)
+        self.inplace = self.writes == [(0, arguments[0].name)] if arguments else False
+        self.overwrites = own and (
+            self.name in _OVERWRITES or (bool(self.writes) and self.writes[0][0] != 0)
+        )
+        self.rebinds = own and self.name in _REBINDS
+        self.views_metadata = torch.Tag.inplace_view in func.tags or self.rebinds
+        self.is_like = own and self.name in _LIKES and _fills(self.name, schema)
+        self.fill = _LIKES.get(self.name) if self.is_like else None
+        self.hidden = _HIDDEN_WRITES.get(self.name) if own else None
+        if own and self.name in _HIDDEN_VIEWS:
+            self.returns = [0]
+        self.plain_empty = func is aten.empty.memory_format
+        self.composite = _is_composite(func)
+
+    def argument(self, name: str, args: Any, kwargs: Any, default: Any = None) -> Any:
+        """Return what was passed for ``name``, or ``default``."""
+        if name in kwargs:
+            return kwargs[name]
+        try:
+            index = self.argument_names.index(name)
+        except ValueError:
+            return default
+        return args[index] if index < len(args) else default
+
+    def written(self, args: Any, kwargs: Any) -> list[Any]:
+        """Return the tensors that a call writes, lists flattened."""
+        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
+        if self.hidden and self.argument(self.hidden[1], args, kwargs, False):
+            found += [self.argument(name, args, kwargs) for name in self.hidden[0]]
+        flat: list[Any] = []
+        for item in found:
+            flat.extend(item if isinstance(item, list) else [item])
+        return [t for t in flat if t is not None]
+
+
+def _origin(result: Any, arguments: Any) -> int | None:
+    """Return the index of the argument that an output is, or is a view of; None for new memory."""
+    alias = result.alias_info
+    if alias is None:
+        return None
+    for i, a in enumerate(arguments):
+        # A list of views (split, unbind) carries an empty set of its own.
+        shared = a.alias_info and (not alias.before_set or a.alias_info.before_set & alias.before_set)
+        if shared:
+            return i
+    return None
+
+
+def _fills(name: str, schema: Any) -> bool:
+    """Tell whether an overload is the plain form of a factory (``normal`` of tensors is not)."""
+    if schema.overload_name in ("out", "names", "names_out", "generator_with_names"):
+        return False
+    if any(a.alias_info for a in schema.arguments):
+        return False
+    if name == "normal":
+        return bool(schema.overload_name == "float_float")
+    if name in ("full_like", "new_full", "randint_like"):
+        return all("Tensor" not in str(a.type) for a in schema.arguments[1:])
+    return True
+
+
+def _is_composite(func: Any) -> bool:
+    """Tell whether the operator is defined by others (seen only where autograd is off)."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(func.name(), "CompositeImplicitAutograd"))

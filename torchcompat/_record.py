@@ -1,0 +1,154 @@
+"""Recording: a dispatch mode, and the fakes' own dispatch, write the tape.
+
+Every operator on a fake comes here, inside ``deferred_init`` or not; factories come here inside. An
+operator is, in this order: run for real if no fake takes part; served by a short path if it is a
+plain factory or keeps its tensor's shape; run for real if it writes real memory; answered if its
+result is no tensor; and recorded otherwise. Recording an operator means: its outputs' geometry is
+inferred, the writes are noted with the storages, its draws with the generator's stream.
+
+Limits: a write through ``resize_`` that grows a storage is not seen by older views of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchcompat import _calls, _infer, fake_tensor
+from torchcompat._calls import covers, new_op, note_draws, note_leaves
+from torchcompat._plans import Plan, plan_for, plans
+from torchcompat._tape import Storage, Value
+from torchcompat._thread import thread
+
+FakeTensor = fake_tensor.FakeTensor
+aten = torch.ops.aten
+
+_CPU = torch.device("cpu")
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record one operator, or run it, and return what the caller gets."""
+    plan = plans.get(func) or plan_for(func)
+    first = args[0] if args else None
+    if isinstance(first, FakeTensor):
+        if plan.inplace and not plan.views_metadata and not plan.hidden:
+            storage = first._value.storage
+            simple = not any(isinstance(a, (torch.Tensor, list)) for a in args[1:])
+            if simple and (storage is None or storage.memory is None):
+                return _fill(plan, first, args, kwargs)
+        if func is aten.detach.default:
+            return alias(first)
+    elif plan.plain_empty and not thread.pure:
+        return _factory(plan, args, kwargs)
+    if plan.composite:
+        return func.decompose(*args, **kwargs)
+    fakes, reals = _calls.tensors(args, kwargs)
+    if not fakes:
+        return _without_fakes(plan, args, kwargs, reals)
+    pure = [f._value.storage is None for f in fakes]
+    if any(pure):
+        return _pure(plan, args, kwargs, all(pure) and (thread.pure or not thread.deferred))
+    if plan.is_like:
+        return _factory(plan, args, kwargs, fakes[0])
+    return _calls.record(plan, args, kwargs, fakes)
+
+
+# Short paths: most of what a constructor does.
+
+
+def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record an in-place operator whose other arguments are no tensors."""
+    value = fake._value
+    storage = value.storage
+    if storage is None:
+        return fake
+    op = new_op(plan.func, (value, *args[1:]), kwargs, plan.name)
+    op.writes = (value,)
+    if plan.overwrites:
+        op.overwrites = covers(value)
+    else:
+        op.reads = (value,)
+    if op.grad and fake.requires_grad:
+        note_leaves(op, (fake,), value)
+    if plan.random:
+        note_draws(plan, op, args, kwargs, value.geometry.device)
+    storage.writers.append(op)
+    return fake
+
+
+def alias(fake: Any) -> Any:
+    """Make a fake on the same memory, outside the graph."""
+    base = fake._value
+    return fake_tensor.wrap(Value(base.storage, base.geometry, base))
+
+
+def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) -> Any:
+    """Record a factory as new memory and, where it has contents, one in-place operator on it."""
+    device = kwargs.get("device") or (like.device if like is not None else _CPU)
+    plain = plan.func is aten.empty.memory_format and len(kwargs) <= 2 + ("dtype" in kwargs)
+    if plain and min(args[0], default=0) >= 0:
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        geometry = _infer.contiguous(args[0], dtype, fake_tensor.indexed(device))
+    else:
+        encoded = [_calls.encode(a) for a in args]
+        result = _infer.infer(plan.func, encoded, dict(kwargs))
+        if result.layout != torch.strided:
+            raise NotImplementedError(f"{plan.name} of a {result.layout} tensor cannot be deferred")
+        geometry = _infer.geometry_of(result, fake_tensor.indexed(device))
+    if kwargs.get("pin_memory"):
+        torch._C._TensorBase.pin_memory(torch.empty(0, device="cpu"))  # fails where eager fails
+    if thread.pure or (like is not None and like._value.storage is None):
+        return fake_tensor.wrap(Value(None, geometry))
+    fake = fake_tensor.wrap(Value(Storage(geometry), geometry))
+    if plan.fill is not None:
+        func, names = plan.fill
+        low = 0 if "low" in names else None
+        values = [plan.argument(n, args, kwargs, low) if isinstance(n, str) else n for n in names]
+        extra = {"generator": kwargs["generator"]} if kwargs.get("generator") else {}
+        with torch.no_grad():
+            _fill(plan_for(func), fake, (fake, *values), extra)
+    return fake
+
+
+# The general path.
+
+
+def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[Any]) -> Any:
+    """Serve an operator that no fake takes part in: a factory, or one on real tensors only."""
+    device = kwargs.get("device")
+    if plan.name in ("lift_fresh", "lift"):
+        return _lifted(args[0])
+    if device is not None and device.type == "meta":
+        return plan.func(*args, **kwargs)
+    if reals:
+        moved = device is not None and not fake_tensor.hardware(device.type)
+        if plan.is_like and not plan.writes:
+            return _factory(plan, args, kwargs, reals[0])
+        if not moved:
+            return _calls.run(plan, args, kwargs)
+        return _calls.record(plan, args, kwargs, [])
+    if plan.is_like and not plan.writes:
+        return _factory(plan, args, kwargs)
+    if not plan.tensors_only:
+        return _calls.run(plan, args, kwargs)
+    if thread.pure:
+        return _pure(plan, args, kwargs, True)
+    return _calls.record(plan, args, kwargs, [])
+
+
+def _lifted(tensor: torch.Tensor) -> torch.Tensor:
+    """Serve ``torch.tensor(...)``: data that exists stays real in a recording."""
+    if not thread.pure:
+        return tensor
+    return fake_tensor.wrap(Value(None, _infer.geometry_of(tensor)))
+
+
+def _pure(plan: Plan, args: Any, kwargs: dict[str, Any], allowed: bool) -> Any:
+    """Serve an operator on fakes that have no tape."""
+    if not allowed:
+        raise ValueError(
+            f"{plan.name} mixes a tensor made by fake_mode into a recording: it can have no values. "
+            "Make it inside deferred_init, or use fake_mode for all of them."
+        )
+    return _calls.Outputs(plan, args, kwargs, None).build()

@@ -1,0 +1,223 @@
+"""The tape: what was done to which memory, held by the tensors it was done to.
+
+A ``Storage`` is a piece of memory and the operators that wrote it, in order. A ``Value`` is one
+tensor handle on a storage: the handle the storage was made with, or a view with the operator that
+made the view. An ``Op`` is one recorded call, its tensors replaced by ``Value`` (deferred) and
+``Const`` (real). There is no list of all operators: a fake tensor owns its value, the value its
+storage, the storage its writers, so a model that is dropped takes its tape with it.
+
+Nothing here runs an operator. Recording appends, planning and replaying only read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+
+_sequence = itertools.count(1)
+
+# Real tensors up to this many bytes are copied when an operator records them, larger ones watched.
+SNAPSHOT_BYTES = 1 << 20
+
+
+class Storage:
+    """A piece of memory: its writers in order, and the real memory once it has been given out.
+
+    ``memory`` is the handle the storage was made with, as a real tensor, from the moment on that
+    somebody outside can see it; from then on operators act on it at once. ``known`` is the content
+    after ``known_at`` writes, kept when a small storage had to be computed early.
+    """
+
+    __slots__ = ("__weakref__", "dependents", "known", "known_at", "memory", "root", "version", "writers")
+
+    def __init__(self, root: Geometry) -> None:
+        self.root = root
+        self.writers: list[Op] = []
+        self.memory: torch.Tensor | None = None
+        self.known: torch.Tensor | None = None
+        self.known_at = 0
+        self.version = 0  # version counter of what was given out, then
+        self.dependents: list[Any] = []  # weak references to values whose graph starts here
+
+
+class Geometry:
+    """How a tensor lies in its memory: sizes and strides in elements, offset, dtype, device."""
+
+    __slots__ = ("device", "dtype", "offset", "size", "stride")
+
+    def __init__(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+        self.dtype = dtype
+        self.device = device
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        count = 1
+        for extent in self.size:
+            count *= extent
+        return count
+
+    @property
+    def reach(self) -> int:
+        """One past the last element that the handle can touch, counted from the storage's start."""
+        if self.numel == 0:
+            return self.offset
+        spans = ((s - 1) * t for s, t in zip(self.size, self.stride))
+        return self.offset + sum(spans) + 1
+
+
+class Value:
+    """One handle on a storage. ``parent`` is None for the handle the storage was made with.
+
+    A fake without a tape (made by ``fake_mode``) has a value without a storage.
+    """
+
+    __slots__ = ("__weakref__", "finished", "geometry", "index", "meta", "op", "parent", "real", "storage")
+
+    def __init__(
+        self,
+        storage: Storage | None,
+        geometry: Geometry,
+        parent: Value | None = None,
+        op: Op | None = None,
+        index: int = 0,
+    ) -> None:
+        self.storage = storage
+        self.geometry = geometry
+        self.parent = parent
+        self.op = op  # what made a view of its parent; None: plain detach
+        self.index = index  # which of that operator's outputs
+        self.meta: torch.Tensor | None = None
+        self.real: torch.Tensor | None = None
+        self.finished = False  # whether ``real`` is the object that was given out
+
+
+class Op:
+    """One recorded call. ``args`` and ``kwargs`` hold values and constants in place of tensors."""
+
+    name = ""
+    reads: Sequence[Value] = ()
+    writes: Sequence[Value] = ()
+    made: Sequence[Storage] = ()  # storages this call allocates, in the order of its outputs
+    overwrites = False  # its one written storage is written whole and not read
+    grad = False
+    inference = False
+    default_dtype: torch.dtype | None = None
+    leaves: Sequence[tuple[Value, type]] = ()  # inputs that were leaves of the graph, their classes
+    position: Any = None  # where in its generator's stream it starts drawing
+    after: Any = None  # and where it leaves it
+    takes_generator = False
+    site: tuple[str, int] | None = None
+
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.seq = next(_sequence)
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+
+    def describe(self) -> str:
+        """Name the operator and the line of the user's code that called it."""
+        where = f" (called at {self.site[0]}:{self.site[1]})" if self.site else ""
+        return f"{self.name}{where}"
+
+
+class Const:
+    """A real tensor that a recorded operator reads: copied when small, watched when large.
+
+    A watched tensor is copied at the last moment if a recorded program is about to write it. Other
+    writes are noticed at replay by the version counter and, on CPU, by two exact checksums (sums of
+    the memory's 64-bit words by row and by column), which see writes through numpy and ``.data``.
+    """
+
+    __slots__ = ("__weakref__", "_mark", "_version", "tensor")
+    watched: dict[int, list[Any]] = {}
+
+    def __init__(self, tensor: torch.Tensor, keep: bool = False) -> None:
+        self._version = -1
+        self._mark: tuple[torch.Tensor, ...] | None = None
+        small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES
+        if small and not keep:
+            with torch.no_grad():
+                tensor = tensor.detach().clone() if tensor.layout == torch.strided else tensor
+        self.tensor = tensor
+        if keep or not small:
+            self._version = _version(tensor)
+            self._mark = _checksums(tensor)
+            watchers = Const.watched.setdefault(_address(tensor), [])
+            watchers[:] = [w for w in watchers if w() is not None]
+            watchers.append(weakref.ref(self))
+
+    def changed(self) -> bool:
+        """Tell whether the tensor is not what it was when it was recorded."""
+        if self._version < 0:
+            return False
+        if self._version != _version(self.tensor):
+            return True
+        now = _checksums(self.tensor)
+        return now is not None and not all(map(torch.equal, now, self._mark or ()))
+
+    @staticmethod
+    def before_write(tensor: torch.Tensor) -> None:
+        """Copy what is watched in a tensor's memory now: the program is about to change it."""
+        for watcher in Const.watched.pop(_address(tensor), ()) if Const.watched else ():
+            const = watcher()
+            if const is not None and const._version >= 0 and not const.tensor.requires_grad:
+                const.tensor, const._version = const.tensor.detach().clone(), -1
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address at which a tensor's storage begins."""
+    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _checksums(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Sum a CPU tensor's memory as 64-bit words over rows and over columns of 4096 words."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+        return None
+    with torch.no_grad():
+        flat = tensor.detach()
+        if not flat.is_contiguous() or flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat)
+        flat = flat.reshape(-1).view(torch.uint8)
+        whole = flat.numel() // 8 * 8
+        words = flat[:whole].view(torch.int64) if whole else flat[:0].to(torch.int64)
+        square = words.numel() // 4096 * 4096
+        rows = words[:square].view(-1, 4096)
+        return rows.sum(0), rows.sum(1), words[square:].clone(), flat[whole:].clone()
+
+
+def tensors_in(arg: Any) -> Iterator[Any]:
+    """Yield the values and constants of a recorded argument, lists of them included."""
+    if isinstance(arg, (Value, Const)):
+        yield arg
+    elif isinstance(arg, list):
+        for item in arg:
+            yield from tensors_in(item)
+
+
+def replace(arg: Any, change: Callable[[Any], Any]) -> Any:
+    """Rebuild a recorded argument with ``change`` applied to each of its values and constants."""
+    if isinstance(arg, (Value, Const)):
+        return change(arg)
+    if isinstance(arg, list):
+        return [replace(item, change) for item in arg]
+    return arg

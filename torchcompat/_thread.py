@@ -1,0 +1,154 @@
+"""What each thread is recording, and the mode that makes it so.
+
+One mode per thread serves nested ``deferred_init`` and ``fake_mode`` calls; the outermost pushes and
+pops it. Where CUDA is not there, the mode keeps torch from starting it (see ``autograd_hooks``), and a
+function mode gives devices an index and moves ``torch.tensor(..., device="cuda")`` behind the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Callable, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchcompat import autograd_hooks, fake_tensor
+from torchcompat._random import streams
+
+
+class _Thread(threading.local):
+    """Depths of what is active, and the generators that hold placeholders."""
+
+    def __init__(self) -> None:
+        self.deferred = 0
+        self.pure = False  # factories make fakes without a tape
+        self.devices = 0  # devices that are not there are faked
+        self.modes: list[Any] = []
+        self.generators: dict[int, torch.Generator] = {}
+
+
+thread = _Thread()
+_recording = 0
+_lock = threading.Lock()
+
+
+class Mode(TorchDispatchMode):
+    """Sends every operator of this thread to the recorder."""
+
+    def __init__(self, dispatch: Callable[..., Any], fakes_devices: bool) -> None:
+        super().__init__()
+        self._dispatch = dispatch
+        if fakes_devices and autograd_hooks.mode_key is not None:
+            self._mode_key = autograd_hooks.mode_key
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._dispatch(func, args, kwargs or {})
+
+
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu}
+
+
+class DeviceMode(TorchFunctionMode):
+    """Lets device arguments name hardware that is not there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FROM_DATA:
+            device = kwargs.get("device")
+            device = torch.empty(0).device if device is None else torch.device(device)
+            if not fake_tensor.hardware(device.type):
+                made = func(*args, **{**kwargs, "device": "cpu"})
+                return made.to(fake_tensor.indexed(device))
+        elif func in _MOVES and not fake_tensor.is_fake(args[0]):
+            if func is not torch.Tensor.to:
+                kind = func.__name__
+                index = (*args[1:], kwargs.pop("device", None), None)[0]
+                index = index if isinstance(index, int) else torch.device(index or kind).index
+                return args[0].to(torch.device(kind, index or 0), **kwargs)
+            args = tuple(fake_tensor.indexed(a) for a in args)
+            if "device" in kwargs:
+                kwargs["device"] = fake_tensor.indexed(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _active(recorder: Any, devices: bool) -> Iterator[None]:
+    """Keep the modes and patches up; the outermost of this thread pushes and pops them."""
+    wanted = devices and not fake_tensor.hardware("cuda")
+    push = not thread.modes or (wanted and not thread.devices)
+    autograd_hooks.enter(recorder)
+    thread.devices += wanted
+    with contextlib.ExitStack() as stack:
+        stack.callback(autograd_hooks.leave)
+        if push:
+            mode = Mode(recorder.dispatch, wanted and not thread.modes)
+            thread.modes.append(mode)
+            stack.callback(thread.modes.pop)
+            stack.enter_context(mode)
+            if wanted:
+                stack.enter_context(DeviceMode())
+        try:
+            yield
+        finally:
+            thread.devices -= wanted
+
+
+@contextlib.contextmanager
+def recording(recorder: Any) -> Iterator[None]:
+    """Record on this thread; at the end of the outermost, give generators their true states."""
+    global _recording
+    with _lock:
+        _recording += 1
+    pure, thread.pure = thread.pure, False
+    thread.deferred += 1
+    try:
+        with _active(recorder, True):
+            yield
+    finally:
+        thread.deferred -= 1
+        thread.pure = pure
+        try:
+            if not thread.deferred:
+                settle()
+        finally:
+            with _lock:
+                _recording -= 1
+                if not _recording:
+                    streams.forget()
+
+
+def settle() -> None:
+    """Give every generator that this thread moved its true state."""
+    while thread.generators:
+        _, generator = thread.generators.popitem()
+        with paused():
+            streams.settle(generator)
+
+
+@contextlib.contextmanager
+def faking(recorder: Any, cuda: bool) -> Iterator[None]:
+    """Make every factory of this thread give fakes without a tape."""
+    pure, thread.pure = thread.pure, True
+    try:
+        with _active(recorder, cuda):
+            yield
+    finally:
+        thread.pure = pure
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Run operators for real, past every mode."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        yield
+    finally:
+        del guard

@@ -1,0 +1,21 @@
+"""Two tensor objects can swap what they stand for (pytorch#111747), so a fake can become real."""
+
+from __future__ import annotations
+
+import torch
+
+from torchcompat.autograd_hooks.since_2_0 import hand_over, mode_key, patches, quiet, switch
+
+__all__ = ["become", "hand_over", "mode_key", "patches", "quiet", "switch"]
+
+
+def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Make the object ``fake`` real if this release can; return the object that is real."""
+    try:
+        torch._C._swap_tensor_impl(fake, real)
+    except RuntimeError:  # something in C++ still refers to the fake
+        return real
+    kind, attributes = type(fake), vars(fake)
+    fake.__class__, real.__class__ = type(real), kind
+    fake.__dict__, real.__dict__ = vars(real), attributes
+    return fake

@@ -1,0 +1,30 @@
+"""A mode with the FAKE key keeps CUDA from starting (pytorch#124760): no patch of its start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchcompat import fake_tensor
+from torchcompat.autograd_hooks.since_1_13 import common
+from torchcompat.autograd_hooks.since_2_3 import become, hand_over, quiet
+
+__all__ = ["become", "hand_over", "mode_key", "patches", "quiet", "switch"]
+
+mode_key = torch._C._TorchDispatchModeKey.FAKE
+_lifts: list[bool] = []
+
+
+def patches(recorder: Any) -> list[tuple[Any, str, Any]]:
+    """List what is replaced while a mode is active: owner, name, replacement."""
+    return common(recorder)
+
+
+def switch(active: bool) -> None:
+    """Let ``torch.tensor`` build on the CPU and convert, where its device is not there."""
+    if active and not fake_tensor.hardware("cuda"):
+        _lifts.append(torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
+    elif _lifts:
+        torch._C._set_only_lift_cpu_tensors(_lifts.pop())

@@ -1,0 +1,23 @@
+"""Seam 1: making and describing fake tensors.
+
+A fake reports the device, dtype, sizes and strides of a tensor that does not exist. Everything that
+touches torch's wrapper subclasses is behind the names below; the recorder connects itself once.
+"""
+
+from __future__ import annotations
+
+from torchcompat import _gate
+
+LADDER: _gate.Ladder = (((1, 13), "since_1_13"),)
+
+_rung = _gate.load(__name__, LADDER)
+
+FakeTensor = _rung.FakeTensor
+connect = _rung.connect
+fake_class = _rung.fake_class
+hardware = _rung.hardware
+indexed = _rung.indexed
+is_fake = _rung.is_fake
+real_class = _rung.real_class
+refit = _rung.refit
+wrap = _rung.wrap

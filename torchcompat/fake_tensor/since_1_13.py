@@ -1,0 +1,259 @@
+"""Fakes are wrapper subclasses whose attributes C++ answers and whose operators Python sees.
+
+``_make_wrapper_subclass`` exists in this form since torch 1.13 (pytorch#84204 and its neighbours).
+A fake carries one ``_value``: what the recorder knows of it. Operators reach the recorder through
+``__torch_dispatch__``; what C++ would answer from memory that is not there is answered by the methods
+below. ``__torch_function__`` is switched off, so that operators cost one trip to Python, not two.
+
+A fake that stands for an ``nn.Parameter`` or another subclass is an instance of a class made for it
+that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (layout conflict); on
+hardware that is not there indexing goes through an alias that autograd does not follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_recorder: Any = None
+_classes: dict[type, type] = {}
+_hardware: dict[str, bool] = {"cpu": True, "meta": True}
+_new_parameter = torch.nn.Parameter.__new__.__code__
+_make = torch.Tensor._make_wrapper_subclass
+
+
+def connect(recorder: Any) -> None:
+    """Name the object whose methods serve the operators and reads of every fake."""
+    global _recorder
+    _recorder = recorder
+
+
+def hardware(kind: str) -> bool:
+    """Tell whether tensors of this device type can really be made here."""
+    if kind not in _hardware:
+        module = sys.modules.get("torch_xla") if kind == "xla" else getattr(torch, kind, None)
+        available = getattr(module, "is_available", None)
+        _hardware[kind] = bool(available()) if available else kind == "xla" and module is not None
+    return _hardware[kind]
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor without memory. Not part of the API: use ``is_fake`` to ask, never ``isinstance``."""
+
+    _value: Any
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _recorder.dispatch(func, args, kwargs or {})
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return _recorder.alias(self)
+
+    @data.setter
+    def data(self, source: torch.Tensor) -> None:
+        _recorder.assign(self, source)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        # nn.Parameter.__new__ marks a custom tensor so; the class it was called for is the truth.
+        frame = sys._getframe(1)
+        cls = frame.f_locals.get("cls") if frame.f_code is _new_parameter else torch.nn.Parameter
+        self.__class__ = fake_class(cls)
+
+    def detach(self) -> torch.Tensor:
+        """Give an alias outside the graph."""
+        result = super().detach()
+        # nn.Parameter.__new__ insists on getting its own argument's class back.
+        if type(self) is not FakeTensor and sys._getframe(1).f_code is _new_parameter:
+            result.__class__ = type(self)
+        return result
+
+    def as_subclass(self, cls: type) -> torch.Tensor:
+        """Give an alias that reports ``cls`` as one of its classes."""
+        result = super().view_as(self) if torch.is_grad_enabled() else self.data
+        result.__class__ = fake_class(cls)
+        return result
+
+    def numpy(self, **options: Any) -> Any:
+        """Give this tensor its values now and share them with an array."""
+        return _recorder.expose(self).numpy(**options)
+
+    def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        array = _recorder.expose(self).numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return _recorder.expose(self).__dlpack__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Compute the values now and list them; the tensor stays deferred."""
+        return _recorder.compute(self).tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _recorder.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"{self!r} cannot be pickled or saved: it has no values yet. Call "
+            "materialize_module or materialize_tensor first."
+        )
+
+    def _no_memory(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self!r} has no memory yet. Call materialize_tensor on it, or materialize_module on "
+            "its module, before its storage is asked for."
+        )
+
+    storage = untyped_storage = _typed_storage = _storage = data_ptr = share_memory_ = _no_memory
+
+    def is_shared(self) -> bool:
+        """Tell whether the memory is shared between processes; there is none."""
+        return False
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        parts = [f"size={tuple(self.shape)}"]
+        if self.dtype != torch.get_default_dtype():
+            parts.append(f"dtype={self.dtype}")
+        if self.device.type != "cpu":
+            parts.append(f"device='{self.device}'")
+        if self.requires_grad:
+            parts.append("requires_grad=True")
+        text = f"tensor(..., {', '.join(parts)}, fake=True)"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    # Device guards in C++ fail, some fatally, for hardware that is not there.
+
+    def _twin(self) -> torch.Tensor:
+        if hardware(self.device.type):
+            return self
+        twin = _make(FakeTensor, self.shape, strides=self.stride(), dtype=self.dtype)
+        twin._value = _recorder.alias(self)._value
+        return twin
+
+    def __getitem__(self, index: Any) -> Any:
+        if hardware(self.device.type):
+            return super().__getitem__(index)
+        return torch.Tensor.__getitem__(self._twin(), _twins(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if hardware(self.device.type):
+            return super().__setitem__(index, value)
+        return torch.Tensor.__setitem__(self._twin(), _twins(index), _twins(value))
+
+    def item(self) -> Any:
+        """Compute the value of a one-element tensor now; the tensor stays deferred."""
+        return torch.Tensor.item(self._twin())
+
+    def __bool__(self) -> bool:
+        return torch.Tensor.__bool__(self._twin())
+
+    def __int__(self) -> int:
+        return torch.Tensor.__int__(self._twin())
+
+    def __float__(self) -> float:
+        return torch.Tensor.__float__(self._twin())
+
+    def __index__(self) -> int:
+        return torch.Tensor.__index__(self._twin())
+
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+        """Build a tensor from data, with this one's dtype and device unless others are given."""
+        device = torch.device(options.pop("device", None) or self.device)
+        made = torch.tensor(data, dtype=options.pop("dtype", self.dtype), **options)
+        return made if device == made.device else made.to(device)
+
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Legacy constructor: sizes, a sequence or nothing, with this one's dtype and device."""
+        if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
+            if isinstance(args[0], torch.Tensor):
+                return args[0].view_as(args[0])
+            return self.new_tensor(args[0])
+        size = args[0] if args and isinstance(args[0], torch.Size) else args
+        return self.new_empty(size or (0,))
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run backward; refused for devices that are not there, where torch would abort."""
+        if not hardware(self.device.type):
+            raise RuntimeError(f"backward of {self!r}: there is no {self.device.type} device here")
+        super().backward(*args, **kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Convert dtype or device, as ``Tensor.to``."""
+        args = tuple(indexed(a) for a in args)
+        if "device" in kwargs:
+            kwargs["device"] = indexed(kwargs["device"])
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Convert to a CUDA device, present or not."""
+        kwargs.pop("memory_format", None)
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        return self.to(torch.device("cuda", index or 0), **kwargs)
+
+
+def _twins(arg: Any) -> Any:
+    if isinstance(arg, FakeTensor):
+        return arg._twin()
+    return tuple(map(_twins, arg)) if type(arg) is tuple else arg
+
+
+def indexed(arg: Any) -> Any:
+    """Give a device without an index the first one, where torch cannot ask for the current one."""
+    if isinstance(arg, (str, torch.device)):
+        device = torch.device(arg)
+        if device.index is None and not hardware(device.type):
+            return torch.device(device.type, 0)
+    return arg
+
+
+def fake_class(cls: type) -> type:
+    """Return the class of fakes that stand for instances of ``cls``."""
+    if cls is torch.Tensor:
+        return FakeTensor
+    if issubclass(cls, FakeTensor):
+        return cls
+    if cls not in _classes:
+        body = {"__doc__": f"A fake {cls.__name__}.", "__module__": __name__}
+        try:
+            _classes[cls] = type(cls)(cls.__name__, (FakeTensor, cls), body)
+        except TypeError as error:
+            raise TypeError(f"tensors of class {cls.__name__} cannot be deferred: {error}") from None
+    return _classes[cls]
+
+
+def real_class(fake: torch.Tensor) -> type:
+    """Return the class that a fake stands for."""
+    return torch.Tensor if type(fake) is FakeTensor else type(fake).__bases__[1]
+
+
+def is_fake(tensor: Any) -> bool:
+    """Tell whether ``tensor`` is a fake; never raises, whatever is passed."""
+    return issubclass(type(tensor), FakeTensor)
+
+
+def wrap(value: Any, cls: type = FakeTensor) -> torch.Tensor:
+    """Make the fake tensor of a recorded value."""
+    g = value.geometry
+    fake = _make(
+        cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=g.device
+    )
+    fake._value = value
+    return fake
+
+
+def refit(fake: torch.Tensor, value: Any) -> None:
+    """Make a fake report, and stand for, another value."""
+    with torch.no_grad():
+        torch.Tensor.data.__set__(fake, wrap(value))  # type: ignore[attr-defined]
+    fake._value = value  # type: ignore[attr-defined]
