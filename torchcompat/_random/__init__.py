@@ -1,1 +1,1 @@
-"""Random numbers by position: jump a generator anywhere, know what an operator draws, keep streams."""
+"""Random numbers by position: jumping ahead, knowing what operators draw, keeping streams."""
