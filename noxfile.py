@@ -139,7 +139,7 @@ def fuzz_one(session: nox.Session, row: matrix.Row, name: str) -> None:
 def bench_one(session: nox.Session, row: matrix.Row, name: str) -> None:
     """Measure time and memory with torch {torch}."""
     install(session, row, *group("tests"))
-    for script in sorted((ROOT / "benchmarks").glob("bench_*.py")):
+    for script in sorted({*Path("benchmarks").glob("*.py")} - {Path("benchmarks/demo.py")}):
         session.run("python", str(script), *session.posargs)
 
 
