@@ -1,18 +1,17 @@
 """How many 32-bit numbers an operator takes from the CPU generator, measured on this very torch.
 
-Releases, dtypes and CPUs differ, so nothing is assumed: an operator runs on scratch tensors with a
-private generator, whose state tells how far it moved. Small sizes are measured one by one. For
-larger ones the count is taken to be affine in the number of elements within a residue class mod 16
-(kernels work in blocks of 16), fitted at two sizes, and trusted only if two larger runs, one beyond
-the size at which kernels share work among threads, leave the generator just where the law says.
+An operator runs on scratch tensors with a private generator, whose state tells how far it moved.
+Small sizes are measured one by one. For larger ones the count is taken to be affine in the number
+of elements within a residue class mod 16 (kernels work in blocks of 16), fitted at two sizes, and
+trusted only if larger runs, one beyond the size at which kernels share work among threads, leave
+the generator just where the law says.
 
-Rules:
 - `None` means unproven. What does not fit, raises, depends on contents (which the runs vary), may
   overlap itself in memory or is not listed here gives `None`.
 - Normals drawn serially come in pairs, of which the generator keeps the second half for the next
   taker. A `Spending` is stated without regard to that half; `spend` takes it into account.
 - Numbers matter by kind (sign, zero, below or above one, bits of an integer range), not by value.
-- Counts do not depend on the number of threads or on the seed: tests/test_draws.py checks it.
+- That seeds and the number of threads do not matter is checked by tests/test_draws.py.
 - No visible generator is moved: an operator without a generator argument borrows the default one
   for the microseconds of a measurement, under a lock, and leaves it as it was.
 """
@@ -22,16 +21,16 @@ from __future__ import annotations
 import math
 import threading
 from functools import lru_cache
-from typing import Any, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchcompat._random.mt19937 import jump
 
-_DRAWING = frozenset(
-    "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ normal bernoulli"
-    " rand randn randint randperm rand_like randn_like randint_like native_dropout".split()
-)
+_DRAWING = """
+    normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ normal bernoulli
+    rand randn randint randperm rand_like randn_like randint_like native_dropout
+"""
 # randperm takes wider numbers from a size on that is too large to be tried.
 _LARGEST = {"randperm": 1 << 24}
 _SMALL = 32  # sizes below are measured one by one
@@ -40,7 +39,6 @@ _PAIR = 4  # draws for two normals
 # Places in the state: int32 `left`, the first byte behind the words, the byte "a half is cached".
 _LEFT, _TAIL, _CACHED = 2, 5016, 5040
 
-_UNKNOWN = "unknown"
 _answers: dict[Any, Spending | None] = {}
 _laws: dict[Any, _Law | None] = {}
 _lock = threading.RLock()
@@ -51,11 +49,6 @@ class Spending(NamedTuple):
 
     draws: int
     normals: int = 0
-
-
-# What is taken once, and what for each element.
-_Law = Tuple[Spending, Spending]
-_Trial = Tuple[Any, Any, Any]  # an overload, args and kwargs
 
 
 def spend(spending: Spending, cached: bool) -> tuple[int, bool]:
@@ -95,52 +88,55 @@ def predict(func: Any, args: Any, kwargs: Any) -> Spending | None:
 def _look_up(func: Any, args: Any, kwargs: Any) -> Spending | None:
     """Apply the law for this kind of call, found now if the call is the first of its kind."""
     family = func.__name__.partition(".")[0]
-    if family not in _DRAWING:
+    if family not in _DRAWING.split():
         return None
-    call = {**dict(zip(_names(func), args)), **kwargs}
-    kinds, numels = zip(*(_describe(name, value) for name, value in call.items()))
-    sizes = {numel for numel in numels if numel is not None}
-    numbers = [value for value in call.values() if isinstance(value, (int, float))]
-    if len(sizes) != 1 or _UNKNOWN in kinds or _inexact(call, numbers):
+    names = [argument.name for argument in func._schema.arguments]
+    call = {**dict(zip(names, args)), **kwargs}
+    call.update({name: call.get(name) for name in ("generator", "device") if name in names})
+    kinds, asked = zip(*(_describe(name, value) for name, value in call.items()))
+    sizes = set(asked) - {None}
+    if len(sizes) != 1 or not _is_tried(call):
         return None
     size = sizes.pop()
     if size > _LARGEST.get(family, size):
         return None
+    numbers = [value for value in call.values() if isinstance(value, (int, float))]
     spans = tuple(_kind(upper - lower) for lower, upper in zip(numbers, numbers[1:]))
-    which = (size,) if size < _SMALL else ("mod 16", size % 16)
+    which = size if size < _SMALL else f"{size % 16} mod 16"
     case = (func, torch.get_default_dtype(), tuple(call), kinds, spans, which)
     with _lock:
         if case not in _laws:
             try:
-                _laws[case] = _find_law((func, args, kwargs), size)
+                _laws[case] = _find_law(_Trial(func, len(args), call), size)
             except Exception:  # such arguments are refused, also where the operator really runs
                 _laws[case] = None
         law = _laws[case]
-    return law and _apply(law, size)
+    return law and law.at(size)
 
 
-@lru_cache(maxsize=None)
-def _names(func: Any) -> tuple[str, ...]:
-    """The names of the overload's arguments."""
-    return tuple(argument.name for argument in func._schema.arguments)
+def _is_tried(call: dict[str, Any]) -> bool:
+    """Whether a call stays on CPU, and its integers are such as torch does not warn of each time.
+
+    It warns of those beyond what a floating dtype tells apart.
+    """
+    dtypes = [getattr(value, "dtype", value) for value in call.values()]
+    floating = [d for d in dtypes if isinstance(d, torch.dtype) and d.is_floating_point]
+    bound = min([2 / torch.finfo(dtype).eps for dtype in floating], default=math.inf)
+    exact = all(abs(value) <= bound for value in call.values() if isinstance(value, int))
+    return exact and torch.device(call.get("device") or "cpu").type == "cpu" and "out" not in call
 
 
 def _describe(name: str, value: Any) -> tuple[Any, int | None]:
-    """What of an argument may matter to the count, and the number of elements it asks for."""
-    if name == "out" or (name == "device" and torch.device(value or "cpu").type != "cpu"):
-        return _UNKNOWN, None
+    """What of an argument may switch between algorithms, and how many elements it asks for."""
     if hasattr(value, "stride"):
-        layout = _layout(value)
-        return (value.dtype, layout) if layout else _UNKNOWN, value.numel()
+        return (value.dtype, _layout(value)), value.numel()
     if name == "size":
         return None, torch.Size(value).numel()
-    if name in ("n", "generator"):
-        return None, value if name == "n" else None
-    return _kind(value), None
+    return (None, value) if name == "n" else (_kind(value), None)
 
 
 def _kind(value: Any) -> Any:
-    """Whatever about a number may switch between algorithms; other values as they are."""
+    """The kind of a number; other values as they are."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, int):
@@ -148,23 +144,13 @@ def _kind(value: Any) -> Any:
     return tuple((value > bound) - (value < bound) for bound in (-math.inf, 0, 1, math.inf))
 
 
-def _inexact(call: dict[str, Any], numbers: list[Any]) -> bool:
-    """Whether integers exceed what a floating dtype tells apart: torch warns of it at each run."""
-    largest = max([abs(value) for value in numbers if isinstance(value, int)], default=0)
-    dtypes = [getattr(value, "dtype", value) for value in call.values()]
-    floating = [d for d in dtypes if isinstance(d, torch.dtype) and d.is_floating_point]
-    return any(largest * torch.finfo(dtype).eps > 2 for dtype in floating)
-
-
 def _layout(tensor: Any) -> str:
-    """The class of memory layout, empty for tensors that may overlap themselves."""
-    if tensor.numel() == 0:
-        return "contiguous"
+    """The class of memory layout."""
     steps = [(step, size) for size, step in zip(tensor.shape, tensor.stride()) if size != 1]
     extent, dense = 1, True
     for step, size in sorted(steps):
         if step < extent:
-            return ""
+            return "overlapping"
         dense = dense and step == extent
         extent += (size - 1) * step
     if not dense:
@@ -174,10 +160,12 @@ def _layout(tensor: Any) -> str:
 
 def _scratch(like: Any, numel: int, content: float) -> torch.Tensor:
     """A tensor of `numel` elements equal to `content`, in dtype and layout like `like`."""
-    layout = _layout(like)
     memory = torch.empty(2 * numel, dtype=like.dtype, device="cpu")
     for piece in memory.split(1 << 14):  # small enough not to wake other threads
         piece.fill_(content)
+    layout = _layout(like)
+    if layout == "overlapping":
+        raise NotImplementedError
     if layout == "gapped":
         return memory[::2]
     if layout == "permuted":
@@ -186,74 +174,79 @@ def _scratch(like: Any, numel: int, content: float) -> torch.Tensor:
     return memory[:numel]
 
 
-def _run(trial: _Trial, numel: int, content: float, state: torch.Tensor) -> torch.Tensor:
-    """Try a call on `numel` elements with a generator in `state`; return its state after it."""
+class _Law(NamedTuple):
+    """What is taken once, and what for each element."""
 
-    def resized(name: str, value: Any) -> Any:
-        if hasattr(value, "stride"):
-            return _scratch(value, numel, content)
-        return {"size": [numel], "n": numel}.get(name, value)
+    once: Spending
+    each: Spending = Spending(0)
 
-    func, args, kwargs = trial
-    names = _names(func)
-    args = [resized(name, value) for name, value in zip(names, args)]
-    kwargs = {name: resized(name, value) for name, value in kwargs.items()}
-    generator = torch.default_generator
-    if "device" in names:
-        kwargs["device"] = torch.device("cpu")
-    if "generator" in names:
-        kwargs["generator"] = generator = torch.Generator(device="cpu")
-    before = generator.get_state()
-    try:
-        generator.set_state(state)
-        func(*args, **kwargs)
-        return generator.get_state()
-    finally:
-        generator.set_state(before)
+    def at(self, numel: int) -> Spending:
+        """What `numel` elements take."""
+        return Spending(*(once + numel * each for once, each in zip(*self)))
+
+
+class _Trial(NamedTuple):
+    """A call to be tried: an overload and its arguments, of which so many by position."""
+
+    func: Any
+    positional: int
+    call: dict[str, Any]
+
+    def run(self, numel: int, content: float, state: torch.Tensor) -> torch.Tensor:
+        """Call on `numel` elements with a generator in `state`, and return its state after it."""
+        call = {**self.call, "size": [numel], "n": numel, "device": torch.device("cpu")}
+        call = {name: call[name] for name in self.call}
+        for name, value in call.items():
+            if hasattr(value, "stride"):
+                call[name] = _scratch(value, numel, content)
+        generator = torch.default_generator
+        if "generator" in call:
+            call["generator"] = generator = torch.Generator(device="cpu")
+        values = list(call.items())
+        before = generator.get_state()
+        try:
+            generator.set_state(state)
+            args = [value for _, value in values[: self.positional]]
+            self.func(*args, **dict(values[self.positional :]))
+            return generator.get_state()
+        finally:
+            generator.set_state(before)
+
+    def obeys(self, numel: int, content: float, taken: Spending) -> bool:
+        """Whether the generator moves as `taken` says, both with and without a cached half."""
+        for start in _starts():
+            after = self.run(numel, content, start)
+            draws, cached = spend(taken, bool(start[_CACHED]))
+            end = _TAIL if taken.normals else None  # the half is known only by drawing
+            if not torch.equal(after[:end], jump(start, draws)[:end]) or after[_CACHED] != cached:
+                return False
+        return True
+
+    def measure(self, numel: int) -> Spending | None:
+        """What `numel` elements take, few enough for the generator to stay in its block."""
+        start = _starts()[0]
+        after = self.run(numel, 0.5, start)
+        moved = int(start.view(torch.int32)[_LEFT] - after.view(torch.int32)[_LEFT])
+        for taken in (Spending(moved), Spending(0, 2 * moved // _PAIR - int(after[_CACHED]))):
+            if self.obeys(numel, 0.5, taken):
+                return taken
+        return None
 
 
 def _find_law(trial: _Trial, size: int) -> _Law | None:
     """The law for this size alone if it is small, else for its class; None if there is none."""
     if size < _SMALL:
-        exact = _measure(trial, size)
-        return exact and (exact, Spending(0))
+        exact = trial.measure(size)
+        return exact and _Law(exact)
     # Multiples of 3, so that the permuted layout exists for each size.
     small, middle, large, huge = (48 * k + 33 * size % 48 for k in (1, 2, 40, 700))
-    first, second = _measure(trial, small), _measure(trial, middle)
+    first, second = trial.measure(small), trial.measure(middle)
     if first is None or second is None:
         return None
     each = Spending(*((b - a) // (middle - small) for a, b in zip(first, second)))
-    law = Spending(*(a - small * b for a, b in zip(first, each))), each
+    law = _Law(Spending(*(a - small * b for a, b in zip(first, each))), each)
     checks = ((middle, 0.5), (large, 0.0), (huge, 1.0))
-    proven = all(_obeys(trial, numel, content, _apply(law, numel)) for numel, content in checks)
-    return law if proven else None
-
-
-def _apply(law: _Law, numel: int) -> Spending:
-    """What `numel` elements take."""
-    return Spending(*(once + numel * each for once, each in zip(*law)))
-
-
-def _measure(trial: _Trial, numel: int) -> Spending | None:
-    """What `numel` elements take, few enough to leave the generator within its block of words."""
-    start = _starts()[0]
-    after = _run(trial, numel, 0.5, start)
-    moved = int(start.view(torch.int32)[_LEFT] - after.view(torch.int32)[_LEFT])
-    for taken in (Spending(moved), Spending(0, 2 * moved // _PAIR - int(after[_CACHED]))):
-        if _obeys(trial, numel, 0.5, taken):
-            return taken
-    return None
-
-
-def _obeys(trial: _Trial, numel: int, content: float, taken: Spending) -> bool:
-    """Whether the generator moves as `taken` says, both with and without a cached half."""
-    for start in _starts():
-        after = _run(trial, numel, content, start)
-        draws, cached = spend(taken, bool(start[_CACHED]))
-        end = _TAIL if taken.normals else None  # the half itself cannot be known without drawing
-        if not torch.equal(after[:end], jump(start, draws)[:end]) or after[_CACHED] != cached:
-            return False
-    return True
+    return law if all(trial.obeys(*check, law.at(check[0])) for check in checks) else None
 
 
 @lru_cache(maxsize=None)

@@ -18,7 +18,6 @@ F2-Linear Random Number Generators", INFORMS Journal on Computing 20 (2008).
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -45,7 +44,7 @@ _BLANK = -(-_SPAN // _GROUP)
 def jump(state: torch.Tensor, draws: int) -> torch.Tensor:
     """Return the state that drawing `draws` 32-bit numbers from a CPU generator leads to.
 
-    `state` is what `torch.Generator.get_state()` gives (uint8, 5056 bytes) and is left as it is. The
+    `state` is what `torch.Generator.get_state()` gives (uint8, 5056 bytes), and left as it is. The
     result equals, byte for byte, the state after really drawing; seed and cached normals keep their
     values. Raises `ValueError` for a negative count.
     """
@@ -127,14 +126,14 @@ def _untemper(outputs: torch.Tensor) -> torch.Tensor:
 def _plan(twists: int) -> torch.Tensor:
     """Which windows to add for a jump by `twists` blocks: column c has the places of sixes equal c.
 
-    Columns are filled up with the window of zeros. Column 0 adds nothing and stays empty.
+    Columns are filled up with the window of zeros. Column 0 adds nothing: it is empty.
     """
     digits = format(_power(_BLOCK * twists), f"0{2 * _GROUPS}o")
-    places: dict[str, list[int]] = defaultdict(list)
+    places: dict[str, list[int]] = {format(six, "02o"): [] for six in range(1 << _GROUP)}
     for place, six in enumerate(reversed(re.findall("..", digits))):
         places[six].append(place)
-    columns = [[], *(places[format(six, "02o")] for six in range(1, 1 << _GROUP))]
-    rows = list(zip_longest(*columns, fillvalue=_BLANK))
+    places["00"] = []
+    rows = list(zip_longest(*places.values(), fillvalue=_BLANK))
     return torch.tensor(rows, dtype=torch.int32, device="cpu")
 
 
