@@ -11,6 +11,12 @@ from hypothesis import strategies as st
 from tests.fuzz import programs
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _strict():
+    with programs.every_warning_an_error():
+        yield
+
+
 @settings(
     max_examples=150,
     deadline=None,

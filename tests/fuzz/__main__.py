@@ -11,11 +11,10 @@ import faulthandler
 import random
 import sys
 import time
-import warnings
 
 import torch
 
-from tests.fuzz.programs import fails, shrink, write
+from tests.fuzz.programs import every_warning_an_error, fails, shrink, write
 
 
 def main() -> int:
@@ -23,13 +22,18 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000, help="how many programs to run")
     parser.add_argument("--seed", type=int, default=0, help="which series of programs")
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
-    parser.add_argument("--size", type=int, default=16, help="most statements in a constructor")
+    parser.add_argument("--size", type=int, default=24, help="most statements in a constructor")
     parser.add_argument("--show", type=int, default=10, help="most failing programs to print")
     parser.add_argument("--trace", action="store_true", help="print each number, to find a crash")
     options = parser.parse_args()
     faulthandler.enable()
-    warnings.simplefilter("error")
     torch.set_num_threads(1)
+    with every_warning_an_error():
+        return session(options)
+
+
+def session(options: argparse.Namespace) -> int:
+    """Run the programs, report those that come out different, print the closing line."""
     failed, statements, start = [], 0, time.perf_counter()
     for number in range(options.first, options.first + options.programs):
         if options.trace:

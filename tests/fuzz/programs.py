@@ -8,9 +8,11 @@ states and Python values included.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import textwrap
-from typing import Any, Callable, NamedTuple
+import warnings
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import nn
@@ -51,6 +53,19 @@ class Outcome(NamedTuple):
 
     values: dict[str, Any]
     states: tuple[bytes, ...]
+
+
+@contextlib.contextmanager
+def every_warning_an_error() -> Iterator[None]:
+    """Also those that torch gives only once a process, on which a program would depend otherwise."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        torch.set_warn_always(before)
 
 
 KEPT = (torch.Tensor, nn.Module, torch.Generator, float, int, list)
@@ -128,10 +143,15 @@ def _materialize_module(module: nn.Module, rnd: random.Random) -> None:
     materialize_module(module)
 
 
-def check(program: Program) -> None:
-    """Fail unless the deferred run of `program` comes out as the eager one."""
-    eager = run(program, lambda construct: construct())
-    deferred = run(program, deferred_init)
+def eagerly(construct: Callable[[], Any]) -> Any:
+    """The oracle: call the constructor."""
+    return construct()
+
+
+def check(program: Program, call: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+    """Fail unless the run of `program` through `call`, `deferred_init` by default, is the eager one."""
+    eager = run(program, eagerly)
+    deferred = run(program, call or deferred_init)
     assert deferred.states == eager.states, "a generator is not where eager leaves it"
     materialize_in_random_order(deferred.values, random.Random(program.seed))
     assert list(eager.values) == list(deferred.values), "other names"
@@ -161,16 +181,18 @@ def _ends(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.T
 
 
 def fails(program: Program) -> str:
-    """Why the deferred run differs, or nothing if it does not, or if eager cannot run the program."""
-    try:
-        run(program, lambda construct: construct())
-    except Exception:
-        return ""
+    """Why the deferred run differs; nothing if it does not, or if two eager runs differ as well."""
     try:
         check(program)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return ""
+    try:
+        check(program, eagerly)
+    except Exception:
+        return ""
+    return reason
 
 
 def shrink(program: Program) -> Program:
