@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
-
-from uv import find_uv_bin
 
 GIB = 2**30
 KEPT_FREE = 10 * GIB
@@ -41,7 +40,9 @@ def _free(path: Path) -> int:
 
 def _forget_unused_wheels() -> None:
     """Remove the unpacked wheels no environment links to, then the cache's references to them."""
-    uv = shutil.which("uv") or find_uv_bin()
+    uv = shutil.which("uv")
+    if uv is None:  # nox found it where only Python looks
+        uv = import_module("uv").find_uv_bin()
     cache = subprocess.run([uv, "cache", "dir"], check=True, capture_output=True, text=True)
     for archives in Path(cache.stdout.strip()).glob("archive-v*"):
         for wheel in archives.iterdir():
