@@ -443,6 +443,34 @@ def verify_orders(fn: Callable[..., Any], *args: Any, seed: int = 0, **kw: Any) 
             raise AssertionError(f"in the order {order!r}: {error}") from error
 
 
+def verify_values(fn: Callable[[], Dict[str, Any]], seed: int = 0) -> None:
+    """`verify` a function that returns a dict, its values materialised in several orders."""
+    names = list(both(fn, seed=seed).eager)
+    for number in range(0, 1 + 2 * len(names), 1 + len(names) // 3):
+        pair = both(fn, seed=seed)
+        order = names[number:] + names[:number]  # every rotation, forwards and then backwards
+        if number > len(names):
+            order = names[number - len(names) :] + names[: number - len(names)]
+            order.reverse()
+        for name in order:
+            pair.deferred[name] = materialize(pair.deferred[name])
+        assert_equal(*pair)
+        _assert_same_gradients(*pair)
+
+
+def _assert_same_gradients(eager: Any, deferred: Any) -> None:
+    here, there = ([f.tensor for f in walk(obj).values()] for obj in (eager, deferred))
+    outputs = [k for k, t in enumerate(here) if t.grad_fn is not None]
+    leaves = [k for k, t in enumerate(here) if t.is_leaf and t.requires_grad]
+    if outputs and leaves:
+        wanted, got = (
+            gradients([t[k] for k in outputs], [t[k] for k in leaves]) for t in (here, there)
+        )
+        for mine, other in zip(wanted, got):
+            assert (mine is None) == (other is None), "a leaf is missing from the graph (C1)"
+            assert mine is None or raw(mine) == raw(other), f"gradient {other}, in eager {mine}"
+
+
 def gradients(outputs: List[torch.Tensor], leaves: List[torch.Tensor]) -> List[Optional[torch.Tensor]]:
     """Gradient of the sum of all outputs for each leaf, None where they do not meet."""
     total = sum(o.float().sum() if not o.is_complex() else o.abs().sum() for o in outputs)
