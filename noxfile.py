@@ -130,9 +130,9 @@ def tests(session: nox.Session, row: matrix.Row, name: str) -> None:
 
 @each("fuzz", rows(MATRIX.fuzz))
 def fuzz_one(session: nox.Session, row: matrix.Row, name: str) -> None:
-    """Compare 10,000 random programs with eager torch {torch}; arguments go to pytest."""
+    """Compare 10,000 random programs, run eagerly and deferred, with torch {torch}."""
     install(session, row, *group("tests"))
-    session.run("pytest", "-m", "long", "tests/fuzz", *session.posargs)
+    session.run("python", "-m", "tests.fuzz", *(session.posargs or ("--programs", "10000")))
 
 
 @each("bench", rows(MATRIX.bench))

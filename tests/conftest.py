@@ -36,12 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("filterwarnings", line)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wants_long = "long" in (config.option.markexpr or "")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     running = _gate.running()
     for item in items:
-        if item.get_closest_marker("long") and not wants_long:
-            item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
         for mark in item.iter_markers("since"):
             _skip_unless(item, running >= mark.args[0], "needs torch {}{}", mark)
         for mark in item.iter_markers("before"):

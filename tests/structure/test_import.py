@@ -102,10 +102,10 @@ deferred_init(nn.Linear, 3, 3)
 def test_costs_under_50_ms(fresh):
     code = """
 import time
-start = time.perf_counter()
+start = time.process_time()
 import torchdistx
 from torchcompat import deferred_init, fake
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     assert min(float(fresh(code)) for _ in range(5)) < 0.05
 
