@@ -17,7 +17,7 @@ import torch
 from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import Plan
 from torchcompat._random import draws, streams
-from torchcompat._tape import Const, Geometry, Op, Storage, Value, replace, tensors_in
+from torchcompat._tape import SNAPSHOT_BYTES, Const, Geometry, Op, Storage, Value, replace, tensors_in
 from torchcompat._thread import thread
 
 FakeTensor = fake_tensor.FakeTensor
@@ -74,6 +74,17 @@ def encode(arg: Any, keep: bool = False) -> Any:
     if isinstance(arg, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in arg):
         return [encode(a, keep) for a in arg]
     return arg
+
+
+def fixed(arg: Any) -> Any:
+    """Replace values whose memory is already there by constants: it may be changed at any time."""
+
+    def fix_one(item: Any) -> Any:
+        if isinstance(item, Value) and item.storage and item.storage.memory is not None:
+            return Const(_replay.materialize(item))
+        return item
+
+    return replace(arg, fix_one)
 
 
 def covers(value: Value) -> bool:
@@ -141,9 +152,18 @@ def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
         return answer(plan, args, kwargs, fakes)
     if plan.views_metadata:
         return _rebind(plan, args, kwargs)
+    if all(r is None for r in plan.returns) and _all_real_and_large(fakes):
+        return run(plan, args, kwargs)
     op = new_op(plan.func, (), {}, plan.name)
     outputs = Outputs(plan, args, kwargs, op)
     return outputs.build(written, fakes)
+
+
+def _all_real_and_large(fakes: list[Any]) -> bool:
+    """Tell whether an operator reads only memory that is there, and much of it."""
+    if not fakes or any(f._value.storage.memory is None or f.requires_grad for f in fakes):
+        return False
+    return any(f._value.geometry.numel * f.element_size() > SNAPSHOT_BYTES for f in fakes)
 
 
 def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -275,10 +295,11 @@ class Outputs:
         self.args, self.kwargs = args, kwargs
         keep = op is not None and op.grad
         self.encoded = [encode(a, keep and getattr(a, "requires_grad", False)) for a in args]
-        self.named = {k: encode(a) for k, a in kwargs.items() if k != "generator"}
+        self.named = {k: encode(a) if k != "generator" else None for k, a in kwargs.items()}
         self.device = self._device()
         if op is not None:
-            op.args, op.kwargs = self.encoded, dict(self.named)
+            op.args = [a if i in plan.returns else fixed(a) for i, a in enumerate(self.encoded)]
+            op.kwargs = {k: fixed(a) for k, a in self.named.items()}
         self.results = self._infer()
 
     def _device(self) -> torch.device:
@@ -387,8 +408,11 @@ class Outputs:
         items = [i for a in (*op.args, *op.kwargs.values()) for i in tensors_in(a)]
         op.reads = [i for i in items if isinstance(i, Value)]
         if plan.overwrites and len(op.writes) == 1:
+            index, name = plan.writes[0]
+            rest = [a for i, a in enumerate(op.args) if i != index]
+            rest += [a for k, a in op.kwargs.items() if k != name]
+            others = [i for a in rest for i in tensors_in(a) if isinstance(i, Value)]
             target = op.writes[0]
-            others = [v for v in op.reads if v is not target]
             if all(v.storage is not target.storage for v in others) and covers(target):
                 op.reads, op.overwrites = others, True
         if plan.random and op.position is None:

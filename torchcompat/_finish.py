@@ -67,9 +67,12 @@ def _finished(tensor: Any) -> Any:
         return tensor
     assert value.real is not None
     if not value.finished:
+        shared = value.real is value.storage.memory
         value.real = _dressed(tensor, value.real)
         value.finished = True
         value.real = autograd_hooks.become(tensor, value.real)
+        if shared:
+            value.storage.memory = value.real
     return value.real
 
 
@@ -81,20 +84,19 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
         real = torch.Tensor._make_subclass(cls, real.detach(), grad)
     elif fake.is_leaf and not real.is_leaf:
         real = real.detach()
-    elif real.is_leaf and real.requires_grad != grad and value_is_shared(fake, real):
-        real = real.detach()
     if real.is_leaf and real.requires_grad != grad:
         with torch.inference_mode(False):
             real.requires_grad_(grad)
     autograd_hooks.hand_over(fake, real)
-    if fake.grad is not None:
+    own = vars(real)
+    inner = [t for t in _held(list(own.values()), torch.Tensor) if waits(t)]
+    if inner:
+        new = {id(t): r for t, r in zip(inner, finish(inner))}
+        for name, attribute in own.items():
+            own[name] = _put(attribute, new.get, 0)
+    if fake.is_leaf and fake.grad is not None:
         real.grad = finish([fake.grad])[0]
     return real
-
-
-def value_is_shared(fake: Any, real: torch.Tensor) -> bool:
-    """Tell whether a real tensor is also the handle its storage keeps."""
-    return real is fake._value.storage.memory
 
 
 def modules_of(module: torch.nn.Module, recurse: bool) -> list[torch.nn.Module]:

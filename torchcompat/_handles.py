@@ -25,6 +25,11 @@ dispatch = _record.dispatch
 alias = _record.alias
 
 
+def constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a fake on the memory of a real tensor."""
+    return fake_tensor.wrap(_calls.constant(tensor))
+
+
 def recording() -> bool:
     """Tell whether this thread is inside ``deferred_init``."""
     return bool(thread.deferred) and not thread.pure

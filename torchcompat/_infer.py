@@ -78,7 +78,8 @@ def infer(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {k: replace(a, _shadow_of) for k, a in kwargs.items()}
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        kwargs.pop("generator", None)
+        if "generator" in kwargs:
+            kwargs["generator"] = None
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 

@@ -51,6 +51,7 @@ _LIKES = {
     "empty": None,
     "empty_strided": None,
 }
+_SIZED = {"empty", "rand", "randn", "randint", "normal"}
 # Handles whose own sizes or memory an operator changes.
 _REBINDS = {"resize_", "resize_as_", "set_"}
 # Memory that is in truth shared, and writes that the schema keeps quiet about: (argument, flag).
@@ -91,6 +92,7 @@ class Plan:
         "plain_empty",
         "random",
         "rebinds",
+        "sized",
         "returns",
         "tensors_only",
         "views_metadata",
@@ -122,6 +124,7 @@ class Plan:
         self.hidden = _HIDDEN_WRITES.get(self.name) if own else None
         if own and self.name in _HIDDEN_VIEWS:
             self.returns = [0]
+        self.sized = self.is_like and self.name in _SIZED
         self.plain_empty = func is aten.empty.memory_format
         self.composite = _is_composite(func)
 

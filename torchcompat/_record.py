@@ -18,13 +18,14 @@ import torch
 from torchcompat import _calls, _infer, fake_tensor
 from torchcompat._calls import covers, new_op, note_draws, note_leaves
 from torchcompat._plans import Plan, plan_for, plans
-from torchcompat._tape import Storage, Value
+from torchcompat._tape import Geometry, Storage, Value
 from torchcompat._thread import thread
 
 FakeTensor = fake_tensor.FakeTensor
 aten = torch.ops.aten
 
 _CPU = torch.device("cpu")
+_DENSE = (None, torch.strided)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -86,11 +87,8 @@ def alias(fake: Any) -> Any:
 def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) -> Any:
     """Record a factory as new memory and, where it has contents, one in-place operator on it."""
     device = kwargs.get("device") or (like.device if like is not None else _CPU)
-    plain = plan.func is aten.empty.memory_format and len(kwargs) <= 2 + ("dtype" in kwargs)
-    if plain and min(args[0], default=0) >= 0:
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        geometry = _infer.contiguous(args[0], dtype, fake_tensor.indexed(device))
-    else:
+    geometry = _sized(plan, args, kwargs, device)
+    if geometry is None:
         encoded = [_calls.encode(a) for a in args]
         result = _infer.infer(plan.func, encoded, dict(kwargs))
         if result.layout != torch.strided:
@@ -109,6 +107,19 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
         with torch.no_grad():
             _fill(plan_for(func), fake, (fake, *values), extra)
     return fake
+
+
+def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any) -> Geometry | None:
+    """Describe what a factory makes if its size says it all; None if its meta kernel is to say."""
+    if not plan.sized or kwargs.get("memory_format") or kwargs.get("layout") not in _DENSE:
+        return None
+    size = args[0] if plan.plain_empty else plan.argument("size", args, kwargs)
+    if size and min(size) < 0:
+        return None
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        dtype = torch.int64 if plan.name == "randint" else torch.get_default_dtype()
+    return _infer.contiguous(size, dtype, fake_tensor.indexed(device))
 
 
 # The general path.
@@ -138,10 +149,10 @@ def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[An
 
 
 def _lifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Serve ``torch.tensor(...)``: data that exists stays real in a recording."""
-    if not thread.pure:
-        return tensor
-    return fake_tensor.wrap(Value(None, _infer.geometry_of(tensor)))
+    """Serve ``torch.tensor(...)`` and its like: a fake on memory that exists, and may be shared."""
+    if thread.pure:
+        return fake_tensor.wrap(Value(None, _infer.geometry_of(tensor)))
+    return fake_tensor.wrap(_calls.constant(tensor))
 
 
 def _pure(plan: Plan, args: Any, kwargs: dict[str, Any], allowed: bool) -> Any:

@@ -363,7 +363,8 @@ def _give_out(schedule: Schedule, value: Value) -> None:
     storage = value.storage
     assert storage is not None
     if storage.memory is None:
-        storage.memory = schedule._root(storage)
+        root = schedule._root(storage)
+        storage.memory = root if root.requires_grad else root.detach()
         storage.known = None
     elif storage not in schedule.roots:
         schedule.roots[storage] = storage.memory

@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
+
 from torchcompat import _gate
 
 LADDER: _gate.Ladder = (
@@ -27,7 +29,6 @@ _rung = _gate.load(__name__, LADDER)
 become = _rung.become
 hand_over = _rung.hand_over
 mode_key = _rung.mode_key
-quiet = _rung.quiet
 
 _lock = threading.Lock()
 _users = 0
@@ -62,3 +63,26 @@ def leave() -> None:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)
+
+
+class quiet:  # noqa: N801
+    """Run operators on real tensors: no dispatch to Python, no autocast, no grad, no inference mode."""
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference:
+            self._inference.__enter__()
+        torch._C._set_grad_enabled(False)
+        self._guard: Any = torch._C._DisableTorchDispatch()
+        self._cast = [d for d in ("cpu", "cuda") if _rung.autocast(d)]
+        for device in self._cast:
+            _rung.autocast(device, False)
+
+    def __exit__(self, *exc: Any) -> None:
+        for device in self._cast:
+            _rung.autocast(device, True)
+        del self._guard
+        if self._inference:
+            self._inference.__exit__(*exc)
+        torch._C._set_grad_enabled(self._grad)

@@ -7,12 +7,10 @@ family), so the constructor is served in Python. Up to 2.3 argument parsing call
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from typing import Any, Iterator
+from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
 
 from torchcompat import fake_tensor
 
@@ -37,7 +35,6 @@ def common(recorder: Any) -> list[tuple[Any, str, Any]]:
     return [
         (torch.Tensor, "_make_subclass", staticmethod(make_subclass(recorder))),
         (torch.Tensor, "data", data_property(recorder)),
-        (UninitializedTensorMixin, "materialize", materialize_lazy(recorder)),
         (torch.random, "get_rng_state", rng_state(recorder)),
         (torch, "get_rng_state", rng_state(recorder)),
     ]
@@ -47,17 +44,13 @@ def make_subclass(recorder: Any) -> Any:
     """Build the stand-in for ``Tensor._make_subclass``, which refuses fakes."""
     original = torch.Tensor._make_subclass
 
-    def make(cls: type, data: torch.Tensor, require_grad: bool = False, **options: Any) -> Any:
-        if not fake_tensor.is_fake(data):
-            return original(cls, data, require_grad, **options)
-        if issubclass(cls, UninitializedTensorMixin):
-            # It has no elements; real, it is initialised as eagerly, when its shape is known.
-            with recorder.paused():
-                empty = torch.empty(0, dtype=data.dtype, device=data.device)
-            return original(cls, empty, require_grad, **options)
-        made = recorder.alias(data)
-        made.__class__ = fake_tensor.fake_class(cls)
-        return made.requires_grad_(require_grad)
+    # torch._dynamo compares signatures if it is imported meanwhile, and accepts only this one.
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 or not fake_tensor.is_fake(args[1]):
+            return original(*args, **kwargs)
+        made = recorder.alias(args[1])
+        made.__class__ = fake_tensor.fake_class(args[0])
+        return made.requires_grad_(args[2] if len(args) > 2 else kwargs.get("require_grad", False))
 
     return make
 
@@ -72,17 +65,6 @@ def data_property(recorder: Any) -> Any:
         original.__set__(self, source)  # type: ignore[attr-defined]
 
     return property(original.__get__, assign)  # type: ignore[attr-defined]
-
-
-def materialize_lazy(recorder: Any) -> Any:
-    """Build the stand-in for ``UninitializedTensorMixin.materialize``."""
-    original = UninitializedTensorMixin.materialize
-
-    def materialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        with recorder.paused():
-            original(self, *args, **kwargs)
-
-    return materialize
 
 
 def rng_state(recorder: Any) -> Any:
@@ -117,30 +99,26 @@ def legacy_new(recorder: Any) -> Any:
         if cls is not torch.Tensor or not recorder.recording():
             return torch._C._TensorBase.__new__(cls, *args, **kwargs)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            return args[0].detach() if args[0].dtype == torch.get_default_dtype() else None
+            if args[0].dtype != torch.get_default_dtype():
+                raise TypeError(f"expected {torch.get_default_dtype()} (got {args[0].dtype})")
+            return args[0].detach()
         if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
             with recorder.paused():
-                return torch._C._TensorBase.__new__(cls, *args, **kwargs)
+                made = torch._C._TensorBase.__new__(cls, *args, **kwargs)
+            return recorder.constant(made)
         size = args[0] if args and isinstance(args[0], torch.Size) else args
         return torch.empty(size or (0,))
 
     return staticmethod(new)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Run operators on real tensors: no dispatch to Python, no autocast, no inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        guard = torch._C._DisableTorchDispatch()
-        cast, cuda_cast = torch.is_autocast_cpu_enabled(), torch.is_autocast_enabled()
-        torch.set_autocast_cpu_enabled(False)
-        torch.set_autocast_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cpu_enabled(cast)
-            torch.set_autocast_enabled(cuda_cast)
-            del guard
+def autocast(device: str, enabled: bool | None = None) -> bool:
+    """Set whether autocast is on for a device type, if ``enabled`` says so; return what it was."""
+    name = "autocast_cpu_enabled" if device == "cpu" else "autocast_enabled"
+    was: bool = getattr(torch, f"is_{name}")()
+    if enabled is not None:
+        getattr(torch, f"set_{name}")(enabled)
+    return was
 
 
 def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

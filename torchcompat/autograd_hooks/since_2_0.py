@@ -12,11 +12,11 @@ from torchcompat.autograd_hooks.since_1_13 import (
     hand_over,
     lazy_init,
     mode_key,
-    quiet,
+    autocast,
     switch,
 )
 
-__all__ = ["become", "hand_over", "mode_key", "patches", "quiet", "switch"]
+__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "switch"]
 
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:

@@ -12,10 +12,10 @@ import torch
 from torch.nn import init
 
 from torchcompat import fake_tensor
-from torchcompat.autograd_hooks.since_2_4 import become, hand_over, mode_key, quiet, switch
+from torchcompat.autograd_hooks.since_2_4 import autocast, become, hand_over, mode_key, switch
 from torchcompat.autograd_hooks.since_2_4 import patches as patches_below
 
-__all__ = ["become", "hand_over", "mode_key", "patches", "quiet", "switch"]
+__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "switch"]
 
 # No normal deviate is farther out than sqrt(-2 log 2**-53) = 8.6 sigma.
 _UNREACHABLE = 9.0

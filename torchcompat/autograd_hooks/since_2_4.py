@@ -8,9 +8,9 @@ import torch
 
 from torchcompat import fake_tensor
 from torchcompat.autograd_hooks.since_1_13 import common
-from torchcompat.autograd_hooks.since_2_3 import become, hand_over, quiet
+from torchcompat.autograd_hooks.since_2_3 import become, hand_over
 
-__all__ = ["become", "hand_over", "mode_key", "patches", "quiet", "switch"]
+__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "switch"]
 
 mode_key = torch._C._TorchDispatchModeKey.FAKE
 _lifts: list[bool] = []
@@ -28,3 +28,11 @@ def switch(active: bool) -> None:
         torch._C._set_only_lift_cpu_tensors(True)
     elif _lifts:
         torch._C._set_only_lift_cpu_tensors(_lifts.pop())
+
+
+def autocast(device: str, enabled: bool | None = None) -> bool:
+    """Set whether autocast is on for a device type, if ``enabled`` says so; return what it was."""
+    was = torch.is_autocast_enabled(device)
+    if enabled is not None:
+        torch.set_autocast_enabled(device, enabled)
+    return was

@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 _recorder: Any = None
 _classes: dict[type, type] = {}
@@ -119,7 +120,7 @@ class FakeTensor(torch.Tensor):
         return False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        parts = [f"size={tuple(self.shape)}"]
+        parts = [f"size={tuple(self._value.geometry.size)}"]
         if self.dtype != torch.get_default_dtype():
             parts.append(f"dtype={self.dtype}")
         if self.device.type != "cpu":
@@ -217,6 +218,13 @@ def indexed(arg: Any) -> Any:
     return arg
 
 
+def _initialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+    """Give a lazy parameter its shape, as ``UninitializedTensorMixin.materialize``."""
+    g = self._value.geometry
+    self.data = torch.empty(shape, device=device or g.device, dtype=dtype or g.dtype)
+    self.__class__ = fake_class(self.cls_to_become)
+
+
 def fake_class(cls: type) -> type:
     """Return the class of fakes that stand for instances of ``cls``."""
     if cls is torch.Tensor:
@@ -224,7 +232,9 @@ def fake_class(cls: type) -> type:
     if issubclass(cls, FakeTensor):
         return cls
     if cls not in _classes:
-        body = {"__doc__": f"A fake {cls.__name__}.", "__module__": __name__}
+        body: dict[str, Any] = {"__doc__": f"A fake {cls.__name__}.", "__module__": __name__}
+        if issubclass(cls, UninitializedTensorMixin):
+            body["materialize"] = _initialize
         try:
             _classes[cls] = type(cls)(cls.__name__, (FakeTensor, cls), body)
         except TypeError as error:
