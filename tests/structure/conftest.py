@@ -39,11 +39,14 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def _server(tmp_path_factory):
-    package = str(Path(torchcompat.__file__).parent.parent)
+    folder = tmp_path_factory.mktemp("fresh")
+    environment = dict(os.environ, PYTHONPATH=str(Path(torchcompat.__file__).parent.parent))
+    environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER],
-        cwd=str(tmp_path_factory.mktemp("fresh")),
-        env=dict(os.environ, PYTHONPATH=package),
+        cwd=str(folder),
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
