@@ -46,7 +46,7 @@ def _forget_unused_wheels() -> None:
     cache = subprocess.run([uv, "cache", "dir"], check=True, capture_output=True, text=True)
     for archives in Path(cache.stdout.strip()).glob("archive-v*"):
         for wheel in archives.iterdir():
-            files = [path for path in wheel.rglob("*") if path.is_file()]
-            if all(path.stat().st_nlink == 1 for path in files):
+            links = (path.stat().st_nlink for path in wheel.rglob("*") if path.is_file())
+            if all(count == 1 for count in links):
                 shutil.rmtree(wheel, ignore_errors=True)
     subprocess.run([uv, "cache", "prune"], check=True)
