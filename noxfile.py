@@ -146,7 +146,7 @@ def bench_one(session: nox.Session, row: matrix.Row, name: str) -> None:
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Defer a Llama of 65 billion parameters and materialise a block of it."""
-    install(session, MATRIX.rows[MATRIX.demo])
+    install(session, MATRIX.rows[MATRIX.demo], "numpy")  # without it torch warns
     session.run("python", "benchmarks/demo.py", *session.posargs)
 
 
