@@ -145,33 +145,31 @@ def _kind(value: Any) -> Any:
 
 
 def _layout(tensor: Any) -> str:
-    """The class of memory layout."""
-    steps = [(step, size) for size, step in zip(tensor.shape, tensor.stride()) if size != 1]
-    extent, dense = 1, True
+    """The class of memory layout: in order or permuted, dense or with gaps, or overlapping."""
+    pairs = zip(tensor.stride(), tensor.shape)
+    steps = [(step, size) for step, size in pairs if size != 1 and tensor.numel()]
+    extent, gaps = 1, ""
     for step, size in sorted(steps):
         if step < extent:
             return "overlapping"
-        dense = dense and step == extent
+        gaps = "gapped" if step > extent else gaps
         extent += (size - 1) * step
-    if not dense:
-        return "gapped"
-    return "contiguous" if steps == sorted(steps, reverse=True) else "permuted"
+    return gaps + ("" if steps == sorted(steps, reverse=True) else "permuted")
 
 
 def _scratch(like: Any, numel: int, content: float) -> torch.Tensor:
     """A tensor of `numel` elements equal to `content`, in dtype and layout like `like`."""
-    memory = torch.empty(2 * numel, dtype=like.dtype, device="cpu")
-    for piece in memory.split(1 << 14):  # small enough not to wake other threads
-        piece.fill_(content)
     layout = _layout(like)
     if layout == "overlapping":
         raise NotImplementedError
-    if layout == "gapped":
-        return memory[::2]
-    if layout == "permuted":
-        rows = next(rows for rows in range(2, numel + 1) if numel % rows == 0)
-        return memory[:numel].view(rows, -1).t()
-    return memory[:numel]
+    gap = 2 if "gapped" in layout else 1
+    memory = torch.empty(gap * numel, dtype=like.dtype, device="cpu")
+    for piece in memory.split(1 << 14):  # small enough not to wake other threads
+        piece.fill_(content)
+    if "permuted" not in layout:
+        return memory[::gap]
+    rows = next(rows for rows in range(2, numel + 1) if numel % rows == 0)
+    return memory.view(rows, -1)[:, ::gap].t()
 
 
 class _Law(NamedTuple):

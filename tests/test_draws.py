@@ -1,0 +1,360 @@
+"""Predicted draws against what the generator of the running torch really does."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from torchcompat._random import draws
+from torchcompat._random.draws import Spending, predict, spend
+
+aten = torch.ops.aten
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+ALL = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
+
+random_from = getattr(aten.random_, "from")
+# Operators on a tensor, the arguments behind it, and the dtypes whose draws must be known.
+OPERATORS = {
+    "normal_": (aten.normal_.default, (0.0, 0.02), (*FLOATS, *COMPLEX)),
+    "normal_ by integers": (aten.normal_.default, (0, 1), (*FLOATS, *COMPLEX)),
+    "normal_ std 0": (aten.normal_.default, (1.0, 0.0), FLOATS),
+    "normal_ defaults": (aten.normal_.default, (), FLOATS),
+    "uniform_": (aten.uniform_.default, (-0.1, 0.1), FLOATS),
+    "uniform_ point": (aten.uniform_.default, (0.3, 0.3), FLOATS),
+    "uniform_ wide": (aten.uniform_.default, (-3.0, 200.0), FLOATS),
+    "random_": (aten.random_.default, (), (*FLOATS, *INTEGERS, torch.bool)),
+    "random_ to 10": (aten.random_.to, (10,), (*FLOATS, *INTEGERS)),
+    "random_ to 1": (aten.random_.to, (1,), (*FLOATS, *INTEGERS, torch.bool)),
+    "random_ -5 to 100": (random_from, (-5, 100), (*FLOATS, *INTEGERS[:4])),
+    "random_ to 2**28 - 1": (
+        random_from,
+        (0, 2**28 - 1),
+        (torch.float64, torch.int64, torch.int32),
+    ),
+    "random_ to 2**28": (random_from, (0, 2**28), (torch.float64, torch.int64, torch.int32)),
+    "random_ to 2**32 - 1": (random_from, (0, 2**32 - 1), (torch.float64, torch.int64)),
+    "random_ to 2**32": (random_from, (0, 2**32), (torch.float64, torch.int64)),
+    "random_ over 2**32": (random_from, (-(2**31), 2**31 + 1), (torch.float64, torch.int64)),
+    "random_ from 0": (random_from, (0, None), (torch.float32, *INTEGERS)),
+    "random_ from least": (random_from, (-(2**63), None), (torch.int64,)),
+    "bernoulli_": (aten.bernoulli_.float, (0.3,), (*FLOATS, *INTEGERS, torch.bool)),
+    "bernoulli_ never": (aten.bernoulli_.float, (0.0,), FLOATS),
+    "bernoulli_ always": (aten.bernoulli_.float, (1.0,), FLOATS),
+    "exponential_": (aten.exponential_.default, (1.5,), FLOATS),
+    "geometric_": (aten.geometric_.default, (0.3,), (*FLOATS, *INTEGERS)),
+    "log_normal_": (aten.log_normal_.default, (0.0, 1.0), FLOATS),
+    "cauchy_": (aten.cauchy_.default, (0.0, 1.0), FLOATS),
+    "bernoulli": (aten.bernoulli.default, (), FLOATS),
+    "bernoulli p": (aten.bernoulli.p, (0.3,), (*FLOATS, *INTEGERS, torch.bool)),
+    "normal tensor": (aten.normal.Tensor_float, (0.5,), FLOATS),
+    "rand_like": (aten.rand_like.default, (), FLOATS),
+    "randn_like": (aten.randn_like.default, (), (*FLOATS, *COMPLEX)),
+    "randint_like": (aten.randint_like.default, (100,), (*FLOATS, *INTEGERS)),
+    "native_dropout": (aten.native_dropout.default, (0.4, True), FLOATS),
+    "native_dropout p 0": (aten.native_dropout.default, (0.0, True), FLOATS),
+    "native_dropout idle": (aten.native_dropout.default, (0.4, False), FLOATS),
+}
+
+SIZES = [0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 100, 625, 800, 4095, 32767, 32769, 65536]
+SIZES += [100_003]
+
+
+def permuted(*shape: int):
+    return lambda dtype: torch.empty(shape, dtype=dtype).permute(*reversed(range(len(shape))))
+
+
+# Tensors of each layout: how to make one of a dtype.
+TENSORS = {
+    **{f"contiguous {n}": lambda dtype, n=n: torch.empty(n, dtype=dtype) for n in SIZES},
+    "contiguous 3 x 1 x 50": lambda dtype: torch.empty(3, 1, 50, dtype=dtype),
+    "scalar": lambda dtype: torch.empty((), dtype=dtype),
+    "part of a larger one": lambda dtype: torch.empty(90, 50, dtype=dtype)[1:30],
+    **{
+        f"permuted {shape}": permuted(*shape) for shape in [(2, 2), (3, 5), (4, 8), (7, 7), (8, 80)]
+    },
+    "permuted 3-D": permuted(4, 5, 60),
+    "permuted, large": permuted(331, 211),
+    "channels last": lambda dtype: torch.empty(8, 5, 3, 3, dtype=dtype).to(
+        memory_format=torch.channels_last
+    ),
+    **{
+        f"gapped {n}": lambda dtype, n=n: torch.empty(n, 3, dtype=dtype)[:, 1]
+        for n in (2, 15, 16, 33, 64, 1001, 40_000)
+    },
+    "gapped rows": lambda dtype: torch.empty(20, 50, dtype=dtype)[:, :17],
+    "permuted and empty": lambda dtype: torch.empty(0, 3, dtype=dtype).t(),
+    "gapped and permuted": lambda dtype: torch.empty(20, 50, dtype=dtype)[:, ::2].t(),
+}
+
+
+def starts() -> list[torch.Tensor]:
+    """A state amid a block and one with a cached normal."""
+    generator = torch.Generator().manual_seed(99)
+    torch.empty(1000).uniform_(generator=generator)
+    plain = generator.get_state()
+    torch.empty(1).normal_(generator=generator)
+    return [plain, generator.get_state()]
+
+
+STARTS = starts()
+
+
+def after_drawing(state: torch.Tensor, count: int) -> torch.Tensor:
+    generator = torch.Generator()
+    generator.set_state(state)
+    torch.empty(count, dtype=torch.float32).uniform_(generator=generator)
+    return generator.get_state()
+
+
+def after_calling(state, func, args, kwargs):
+    """The state of the generator after a real call."""
+    if "generator" in [argument.name for argument in func._schema.arguments]:
+        generator = torch.Generator()
+        kwargs = {**kwargs, "generator": generator}
+    else:
+        generator = torch.default_generator
+    generator.set_state(state)
+    func(*args, **kwargs)
+    return generator.get_state()
+
+
+def is_cached(state: torch.Tensor) -> bool:
+    return bool(state[5040])
+
+
+def check(func, args, kwargs, known=True):
+    """The prediction holds in a real call, or there is none because such a call is refused."""
+    answer = predict(func, args, kwargs)
+    for state in STARTS:
+        try:
+            after = after_calling(state, func, args, kwargs)
+        except (RuntimeError, NotImplementedError):
+            assert answer is None or args[0].numel() == 0
+            assert not known
+            return
+        if answer is None:
+            assert not known
+            return
+        taken, cached = spend(answer, is_cached(state))
+        expected = after_drawing(state, taken)
+        assert is_cached(after) == cached
+        assert torch.equal(after[:5016], expected[:5016])
+        assert answer.normals or torch.equal(after, expected)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Every test measures for itself, and leaves the visible generator alone."""
+    draws._answers.clear()
+    draws._laws.clear()
+    before = torch.get_rng_state()
+    yield
+    torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.filterwarnings("ignore:.*is out of bounds")
+def test_every_operator_dtype_layout_and_size(name):
+    func, more, known = OPERATORS[name]
+    for dtype in ALL:
+        for make in TENSORS.values():
+            tensor = make(dtype).fill_(0.5)
+            check(func, (tensor, *more), {}, dtype in known)
+
+
+def test_tensors_as_parameters_of_distributions():
+    for dtype in FLOATS:
+        for make in TENSORS.values():
+            half, kwargs = make(dtype).fill_(0.5), {}
+            check(aten.normal.float_Tensor, (0.0, half), kwargs)
+            check(aten.normal.Tensor_Tensor, (half, half), kwargs)
+            check(aten.bernoulli_.Tensor, (make(dtype), half), kwargs)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_factories(n):
+    for options in ({}, {"dtype": torch.float64}, {"device": torch.device("cpu")}):
+        check(aten.rand.default, ([n],), options)
+        check(aten.randn.generator, ([n],), {**options, "generator": None})
+        check(aten.normal.float_float, (0.0, 1.0, [n]), options)
+    for dtype in (torch.complex64, torch.complex128):
+        check(aten.randn.default, ([2, n],), {"dtype": dtype})
+    for options in ({}, {"dtype": torch.int32}, {"dtype": torch.float32}):
+        check(aten.randint.default, (77, [n]), options)
+        check(aten.randint.low, (-3, 77, [n, 2]), options)
+    check(aten.randint.low, (0, 2**40, [n]), {})
+    check(aten.randperm.default, (n,), {})
+    check(aten.randperm.generator, (n,), {"dtype": torch.int32, "generator": None})
+
+
+def test_the_default_dtype_counts():
+    single = predict(aten.rand.default, ([100],), {})
+    torch.set_default_dtype(torch.float64)
+    try:
+        check(aten.rand.default, ([100],), {})
+        assert predict(aten.rand.default, ([100],), {}) != single
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Described:
+    """All that a prediction may look at."""
+
+    def __init__(self, shape, dtype=torch.float32, stride=None):
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self._stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+
+    def stride(self):
+        return self._stride
+
+    def numel(self):
+        return self.shape.numel()
+
+
+@pytest.mark.parametrize("name", ["normal_", "uniform_", "bernoulli_", "random_ over 2**32"])
+def test_descriptions_suffice_and_huge_sizes_do_not_overflow(name):
+    func, more, dtypes = OPERATORS[name]
+    for dtype in dtypes:
+        for residue in (0, 5):
+            near, far = ((16 << place) + residue for place in (10, 33))
+            check(func, (torch.empty(near, dtype=dtype), *more), {})
+            one, two, huge = (
+                predict(func, (Described((numel,), dtype), *more), {})
+                for numel in (near, 2 * near - residue, far)
+            )
+            times = (far - near) // (near - residue)
+            assert huge == Spending(
+                *(a + times * (b - a) for a, b in zip(one, two)),
+            )
+            assert huge.draws > 2**31 or name == "bernoulli_"
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.multinomial.default, (torch.ones(10), 3)),
+        (aten.poisson.default, (torch.ones(10),)),
+        (aten._standard_gamma.default, (torch.ones(10),)),
+        (aten._sample_dirichlet.default, (torch.ones(10),)),
+        (aten.binomial.default, (torch.ones(10), torch.ones(10))),
+        (aten.rrelu_with_noise.default, (torch.ones(10), torch.ones(10), 0.1, 0.3, True)),
+        (aten.add.Tensor, (torch.ones(10), torch.ones(10))),
+        (aten.randint_like.default, (torch.ones(100, dtype=torch.float16), 60000)),
+        (aten.normal_.default, (torch.ones(1).expand(100),)),
+        (aten.bernoulli.default, (torch.ones(1).expand(100),)),
+        (aten.normal.Tensor_Tensor, (torch.ones(4, 1), torch.ones(5))),
+        (aten.randperm.default, (2**30,)),
+        (aten.normal_.default, (torch.ones(40, dtype=torch.int64),)),
+        (aten.normal_.default, (torch.ones(40), 0.0, -1.0)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_known(func, args):
+    assert predict(func, args, {}) is None
+
+
+def test_other_devices_and_outputs_are_not_known():
+    assert predict(aten.rand.default, ([3],), {"device": torch.device("cuda", 0)}) is None
+    assert predict(aten.rand.default, ([3],), {"device": "cpu"}) == Spending(3)
+    assert predict(aten.rand.out, ([3],), {"out": torch.empty(3)}) is None
+
+
+@pytest.mark.parametrize(
+    ("spending", "cached", "expected"),
+    [
+        (Spending(7), False, (7, False)),
+        (Spending(7), True, (7, True)),
+        (Spending(0, 1), False, (4, True)),
+        (Spending(0, 1), True, (0, False)),
+        (Spending(0, 2), False, (4, False)),
+        (Spending(0, 2), True, (4, True)),
+        (Spending(3, 5), False, (15, True)),
+        (Spending(3, 5), True, (11, False)),
+    ],
+)
+def test_halves_kept_for_the_next_taker(spending, cached, expected):
+    assert spend(spending, cached) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_does_not_matter(threads):
+    before = torch.get_num_threads()
+    calls = [
+        (func, (make(dtype).fill_(0.5), *more))
+        for func, more, dtypes in OPERATORS.values()
+        for dtype in dtypes[:2]
+        for make in (TENSORS["contiguous 100003"], TENSORS["permuted, large"])
+    ]
+    answers = [predict(func, args, {}) for func, args in calls]
+    torch.set_num_threads(threads)
+    try:
+        for answer, (func, args) in zip(answers, calls):
+            check(func, args, {})
+            draws._answers.clear()
+            draws._laws.clear()
+            assert predict(func, args, {}) == answer
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_measuring_leaves_no_trace(capfd):
+    before = torch.get_rng_state()
+    own = torch.Generator()
+    kept = own.get_state()
+    for func, more, dtypes in OPERATORS.values():
+        for dtype in dtypes:
+            for n in (5, 5000):
+                kwargs = {"generator": own} if func is aten.normal_.default else {}
+                predict(func, (torch.empty(n, dtype=dtype), *more), kwargs)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(own.get_state(), kept)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_arguments_are_not_written():
+    tensor = torch.full((50,), 3.0)
+    for func, more, _ in OPERATORS.values():
+        predict(func, (tensor, *more), {})
+    assert bool((tensor == 3).all())
+
+
+def test_a_failed_measurement_gives_the_default_generator_back():
+    before = torch.get_rng_state()
+    assert predict(aten.native_dropout.default, (torch.empty(9), 7.0, True), {}) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_may_ask_at_once():
+    calls = [
+        (func, (torch.empty(n), *more))
+        for func, more, dtypes in OPERATORS.values()
+        if torch.float32 in dtypes
+        for n in (3, 100, 101)
+    ]
+    expected = [predict(func, args, {}) for func, args in calls]
+    draws._answers.clear()
+    draws._laws.clear()
+    answers = {}
+
+    def ask(which):
+        answers[which] = [predict(func, args, {}) for func, args in calls]
+
+    threads = [threading.Thread(target=ask, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(answers.values()) == [expected] * 4
+
+
+def test_answers_are_kept_within_bounds():
+    tensor = torch.empty(40)
+    for place in range((1 << 14) + 10):
+        predict(aten.uniform_.default, (tensor, 0.0, 1.0 + place), {})
+    assert len(draws._answers) <= 1 << 14
+    assert len(draws._laws) == 2  # up to 1, and above
