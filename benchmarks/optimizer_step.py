@@ -2,8 +2,8 @@
 
     python benchmarks/optimizer_step.py [--tensors 200] [--side 256] [--steps 10] [--rounds 5]
 
-Steps of the optimizers alternate round by round and the fastest round of each counts, so that a busy
-machine slows all alike. The bar of the project: all float32 at most 1.3 times
+Steps of the optimizers alternate round by round and the fastest round of each counts, so that a
+busy machine slows all alike. The bar of the project: all float32 at most 1.3 times
 ``torch.optim.AdamW(foreach=False)``. Exits with 1 when the bar is missed.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Dict
 
 import torch
 
@@ -40,7 +39,7 @@ def main() -> int:
     return int(ratio > BAR)
 
 
-def measure(tensors: int, side: int, steps: int, rounds: int) -> Dict[str, float]:
+def measure(tensors: int, side: int, steps: int, rounds: int) -> dict[str, float]:
     """Return the seconds of CPU time that one step of each optimizer takes."""
     contenders = build(tensors, side)
     best = dict.fromkeys(contenders, float("inf"))
@@ -55,7 +54,7 @@ def measure(tensors: int, side: int, steps: int, rounds: int) -> Dict[str, float
     return best
 
 
-def build(tensors: int, side: int) -> Dict[str, torch.optim.Optimizer]:
+def build(tensors: int, side: int) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers by name, each with parameters of its own."""
 
     def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:

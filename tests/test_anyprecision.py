@@ -1,4 +1,4 @@
-"""AnyPrecisionAdamW: torch's AdamW where nothing is narrowed, and what narrowing and Kahan do to it.
+"""AnyPrecisionAdamW: torch's AdamW where nothing is narrowed, and what narrowing and Kahan do.
 
 The oracle is the running release's own ``torch.optim.AdamW(foreach=False)``, compared bit for bit;
 where state is narrow, a float32 run of the same small training problem.

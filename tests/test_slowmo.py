@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import time
 import traceback
+from multiprocessing import connection
 
 import pytest
 import torch
@@ -31,11 +33,16 @@ def run_ranks(ranks, body, folder):
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(90)
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
+    running, deadline = list(processes), time.monotonic() + 120
+    while running and time.monotonic() < deadline:
+        connection.wait([process.sentinel for process in running], timeout=5)
+        if any(process.exitcode for process in processes):
+            break  # the others wait for the one that failed
+        running = [process for process in running if process.exitcode is None]
     for process in processes:
         process.kill()
+        process.join()
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
     notes = [note.read_text() for note in sorted(folder.glob("failed-*"))]
     assert not failed, "\n".join([f"ranks {failed} failed or hung", *notes])
 
@@ -133,8 +140,7 @@ def train_ddp(rank, group, make_optimizer, sync_grads=True):
 
 
 def train_fsdp(rank, group, use_orig_params):
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     from torchcompat.slowmo import slowmo_comm
 
@@ -144,12 +150,12 @@ def train_fsdp(rank, group, use_orig_params):
         "use_orig_params": use_orig_params,
     }
     net = make_net()
-    net[0] = FSDP(net[0], **options)
-    net = FSDP(net, **options)
+    net[0] = FullyShardedDataParallel(net[0], **options)
+    net = FullyShardedDataParallel(net, **options)
     net.register_comm_hook(slowmo_comm.SlowMoState(group), slowmo_comm.slowmo_hook)
     optimizer = wrap(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     train(net, optimizer, rank, range(STEPS))
-    with FSDP.summon_full_params(net):
+    with FullyShardedDataParallel.summon_full_params(net):
         return weights(net)
 
 

@@ -1,9 +1,9 @@
 """AdamW that keeps each part of its state in a dtype of its own.
 
-Training in bfloat16 saves memory in three places and loses accuracy in each of them differently: the
-weights, the momentum and the variance. So each has its own dtype here, and weights of few bits may
-have a compensation buffer, which carries what rounding takes from every update into the next one
-(Kahan summation). The rules:
+Training in bfloat16 saves memory in three places, the weights, the momentum and the variance, and
+each of them bears it differently. So each has its own dtype here, and weights of few bits may have
+a compensation buffer, which carries what rounding takes from every update into the next one (Kahan
+summation). The rules:
 
 - One step is computed in float32, or float64 if the weight or its state is float64, and each result
   is rounded once, when it is stored.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 
 from torchcompat import _gate
 
-# Where the orders of operations of torch's own AdamW part: the momentum became a lerp in 2.1 and the
-# bias correction's root a power in 2.5, each a last bit away from what it was before. May go when
-# the floor reaches 2.5.
+# Where torch's own AdamW changed its arithmetic: the momentum became a lerp in 2.1 and the root of
+# the bias correction a power in 2.5, each a last bit away from what it was before. May go when the
+# floor reaches 2.5.
 _LERP_MOMENTUM = _gate.running() >= (2, 1)
 _POWER_FOR_ROOT = _gate.running() >= (2, 5)
 
@@ -75,15 +75,15 @@ class AnyPrecisionAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Union[Iterable[Tensor], Iterable[Dict[str, Any]]],
-        lr: Union[float, Tensor] = 1e-3,
-        betas: Tuple[float, float] = (0.9, 0.999),
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         use_kahan_summation: bool = False,
-        momentum_dtype: Union[torch.dtype, str] = torch.float32,
-        variance_dtype: Union[torch.dtype, str] = torch.bfloat16,
-        compensation_buffer_dtype: Union[torch.dtype, str] = torch.bfloat16,
+        momentum_dtype: torch.dtype | str = torch.float32,
+        variance_dtype: torch.dtype | str = torch.bfloat16,
+        compensation_buffer_dtype: torch.dtype | str = torch.bfloat16,
     ) -> None:
         given = {
             "lr": lr,
@@ -97,7 +97,7 @@ class AnyPrecisionAdamW(Optimizer):
         }
         super().__init__(params, _checked(given))
 
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options it does not name take the optimizer's defaults.
 
         Raises:
@@ -106,7 +106,7 @@ class AnyPrecisionAdamW(Optimizer):
         super().add_param_group({**param_group, **_checked({**self.defaults, **param_group})})
 
     @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
@@ -128,7 +128,7 @@ class AnyPrecisionAdamW(Optimizer):
                     self._update(param, group)
         return loss
 
-    def _update(self, param: Tensor, group: Dict[str, Any]) -> None:
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         """Advance one parameter's state by one step and move the parameter."""
         grad = param.grad
         if grad is None or grad.layout is not torch.strided:
@@ -146,10 +146,10 @@ class AnyPrecisionAdamW(Optimizer):
             names.append("compensation")
         tensors = [param, _placed_like(grad, param), *(state[name] for name in names)]
         if hasattr(param, "to_local"):
-            tensors = [tensor.to_local() for tensor in tensors]  # type: ignore[attr-defined]
+            tensors = [tensor.to_local() for tensor in tensors]
         _advance(_Numbers.of(group, float(state["step"])), *map(_as_real, tensors))
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of a state made by ``state_dict``; tensors keep the dtypes they have there.
 
         Raises:
@@ -165,15 +165,15 @@ class AnyPrecisionAdamW(Optimizer):
                 note.remove()
         else:
             super().load_state_dict(state_dict)
-        # Optimizer.load_state_dict has cast the state to the dtype of the parameter (or, where there
-        # was nothing to cast, kept the caller's own tensors), so take each tensor anew.
+        # Optimizer.load_state_dict has cast the state to the dtype of the parameter or, where there
+        # was nothing to cast, kept the caller's own tensors, so take each tensor anew.
         for name, param in zip(_members(seen[-1]["param_groups"]), _members(self.param_groups)):
             for key, value in seen[-1]["state"].get(name, {}).items():
                 if isinstance(value, Tensor):
                     device = value.device if key == "step" else param.device
                     self.state[param][key] = value.detach().to(device, copy=True)
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A state saved by torch.optim.AdamW, say, has no options for the dtypes.
         for group in self.param_groups:
@@ -191,7 +191,7 @@ class _Numbers(NamedTuple):
     variance_root: float
 
     @classmethod
-    def of(cls, group: Dict[str, Any], step: float) -> _Numbers:
+    def of(cls, group: dict[str, Any], step: float) -> _Numbers:
         """Return the numbers of a group's step number ``step``, the first being 1."""
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         correction = 1 - beta2**step
@@ -206,7 +206,7 @@ def _advance(
     grad: Tensor,
     momentum: Tensor,
     variance: Tensor,
-    compensation: Optional[Tensor] = None,
+    compensation: Tensor | None = None,
 ) -> None:
     """Do one step of AdamW on plain tensors of one shape, all but the gradient in place."""
     stored = (weight, momentum, variance)
@@ -249,7 +249,7 @@ def _store(place: Tensor, value: Tensor) -> None:
         place.copy_(value)
 
 
-def _add_missing_buffers(state: Dict[str, Any], param: Tensor, group: Dict[str, Any]) -> None:
+def _add_missing_buffers(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
     """Create the zero buffers that a step needs; Kahan summation may be switched on at any step."""
     wanted = [("exp_avg", "momentum_dtype"), ("exp_avg_sq", "variance_dtype")]
     if group["use_kahan_summation"]:
@@ -275,12 +275,12 @@ def _placed_like(grad: Any, param: Any) -> Tensor:
     return grad  # type: ignore[no-any-return]
 
 
-def _members(groups: List[Dict[str, Any]]) -> Iterable[Any]:
+def _members(groups: list[dict[str, Any]]) -> Iterable[Any]:
     """Return the parameters, or their names in a state dict, of all groups in order."""
     return chain.from_iterable(group["params"] for group in groups)
 
 
-def _checked(options: Dict[str, Any]) -> Dict[str, Any]:
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
     """Return this optimizer's options out of a dict, dtypes as torch.dtype; ValueError if bad."""
     found = {name: options[name] for name in _OPTIONS}
     for name in ("lr", "eps", "weight_decay"):

@@ -8,7 +8,6 @@ groups are made here, the same way on every release.
 from __future__ import annotations
 
 import os
-from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ def ranks_per_machine() -> int:
     return min(gpus, dist.get_world_size()) if gpus else dist.get_world_size()
 
 
-def group_of_machine(size: Optional[int] = None) -> dist.ProcessGroup:
+def group_of_machine(size: int | None = None) -> dist.ProcessGroup:
     """Make one process group for each machine, on every rank alike, and return this rank's.
 
     Args:
@@ -36,7 +35,9 @@ def group_of_machine(size: Optional[int] = None) -> dist.ProcessGroup:
     world = dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(f"{world} ranks cannot be divided into machines of {size}")
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(range(first, first + size)) for first in range(0, world, size)
+    ]
     return groups[dist.get_rank() // size]
 
 

@@ -9,7 +9,7 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
-from typing import Optional, get_type_hints
+from typing import get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,7 @@ class SlowMoState:
         ValueError: this rank is not in the subgroup, or the ranks cannot be divided into machines.
     """
 
-    def __init__(
-        self, subgroup: Optional[dist.ProcessGroup] = None, sync_grads: bool = True
-    ) -> None:
+    def __init__(self, subgroup: dist.ProcessGroup | None = None, sync_grads: bool = True) -> None:
         self.subgroup = group_of_machine() if subgroup is None else subgroup
         if dist.get_rank(self.subgroup) < 0:
             raise ValueError("the subgroup of SlowMoState must contain the rank that uses it")
@@ -54,7 +52,8 @@ def slowmo_hook(state: SlowMoState, grad: torch.Tensor) -> None:
 
 
 def slowmo_ddp_hook(
-    state: SlowMoState, bucket: dist.GradBucket
+    state: SlowMoState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients inside the subgroup: DDP's ``register_comm_hook``.
 
@@ -73,7 +72,8 @@ def slowmo_ddp_hook(
         return done
     gradients.div_(members)
     work = dist.all_reduce(gradients, group=state.subgroup, async_op=True)
-    return work.get_future().then(lambda reduced: reduced.value()[0])
+    reduced: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return reduced.then(lambda found: found.value()[0])
 
 
 # DDP compares a hook's annotations with the classes themselves and would refuse their names.

@@ -13,20 +13,21 @@ The rules:
 - The first average is after ``slowmo_freq`` steps; ``previous`` is taken when a parameter meets its
   first step, so weights may be loaded between the construction of the optimizer and training.
 - The wrapper has the base optimizer's own ``param_groups`` and ``state``. The slow state is kept
-  apart, since some optimizers take any state of a parameter for their own; in a state dict it stands
-  with the parameter's other state, where the tools that re-key such dicts carry it along.
-- Every parameter is averaged, with or without a gradient on this rank, so that ranks always agree on
-  what they send.
+  apart, since some optimizers take any state of a parameter for their own; in a state dict it
+  stands with the parameter's other state, where the tools that re-key such dicts carry it along.
+- Every parameter is averaged, with or without a gradient on this rank, so that ranks always agree
+  on what they send.
 
 Limits: every rank must call ``step`` equally often, so a GradScaler that skips a step on one rank
-only leaves the others waiting. Parameters must be whole on each rank: DDP, or FSDP with ``NO_SHARD``.
+only leaves the others waiting. Parameters must be whole on each rank: DDP, or FSDP with
+``NO_SHARD``.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ class SlowMomentumOptimizer(Optimizer):
             raise ValueError(f"base_optim must be a torch.optim.Optimizer, not {base_optim!r}")
         if not dist.is_initialized():
             raise RuntimeError("SlowMo averages over all ranks: call init_process_group() first")
-        self._base_optim: Optional[Optimizer] = None
+        self._base_optim: Optimizer | None = None
         super().__init__([dict(group) for group in base_optim.param_groups], base_optim.defaults)
         self._base_optim = base_optim
         self._share_with_base()
@@ -90,7 +91,7 @@ class SlowMomentumOptimizer(Optimizer):
         for name in _STATE_HOOKS:
             if hasattr(base_optim, name):
                 setattr(self, name, getattr(base_optim, name))
-        self._slow: Dict[Tensor, _Slow] = {}
+        self._slow: dict[Tensor, _Slow] = {}
         self._configure(slowmo_freq, slowmo_factor, slowmo_lr, step=0)
 
     @property
@@ -119,7 +120,7 @@ class SlowMomentumOptimizer(Optimizer):
             self.averager = PeriodicModelAverager(period=freq, warmup_steps=freq - 1)
         self.averager.step = step
 
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; its parameters join at the next step.
 
         Raises:
@@ -131,7 +132,7 @@ class SlowMomentumOptimizer(Optimizer):
             self._base_optim.add_param_group(param_group)
             _check_group(self.param_groups[-1])
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the base optimizer and, when it is time, a slow step with all ranks.
 
         Args:
@@ -164,13 +165,13 @@ class SlowMomentumOptimizer(Optimizer):
             previous.sub_(momentum, alpha=self.slowmo_lr * lr)
         param.copy_(previous)
 
-    def _parameters(self) -> Iterator[Tuple[Tensor, float]]:
+    def _parameters(self) -> Iterator[tuple[Tensor, float]]:
         """Yield each parameter with the learning rate of its group."""
         for group in self.param_groups:
             for param in group["params"]:
                 yield param, float(group["lr"])
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state dict with the slow state and the settings added.
 
         The state of a parameter has two more tensors, ``slowmo_previous`` and ``slowmo_momentum``;
@@ -180,13 +181,14 @@ class SlowMomentumOptimizer(Optimizer):
         packed["state"] = dict(packed["state"])
         for name, param in self._named(packed):
             if param in self._slow:
-                slow = {_PREVIOUS: self._slow[param].previous, _MOMENTUM: self._slow[param].momentum}
+                previous, momentum = self._slow[param]
+                slow = {_PREVIOUS: previous, _MOMENTUM: momentum}
                 packed["state"][name] = {**packed["state"].get(name, {}), **slow}
         settings = (self.slowmo_freq, self.slowmo_factor, self.slowmo_lr, self.averager.step)
         packed.update(zip(_SETTINGS, settings))
         return packed
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of what ``state_dict`` returned; the dict itself is left as it is.
 
         The model's parameters must be loaded as well for the run to go on as it would have.
@@ -198,7 +200,7 @@ class SlowMomentumOptimizer(Optimizer):
         if missing:
             raise ValueError(f"not a state dict of SlowMomentumOptimizer: no {', '.join(missing)}")
         base = {key: value for key, value in state_dict.items() if key not in _SETTINGS}
-        slow: Dict[Any, Dict[str, Tensor]] = {}
+        slow: dict[Any, dict[str, Tensor]] = {}
         base["state"] = {}
         for name, state in state_dict["state"].items():
             fast = {k: v for k, v in state.items() if k not in (_PREVIOUS, _MOMENTUM)}
@@ -215,16 +217,16 @@ class SlowMomentumOptimizer(Optimizer):
         }
         self._configure(*(state_dict[name] for name in _SETTINGS))
 
-    def _named(self, packed: Dict[str, Any]) -> Iterator[Tuple[Any, Tensor]]:
+    def _named(self, packed: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
         """Yield each parameter with its name in a state dict, usually a number."""
         for saved, group in zip(packed["param_groups"], self.param_groups):
             yield from zip(saved["params"], group["params"])
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a SlowMomentumOptimizer belongs to its processes: save its state_dict()")
 
 
-def _check_group(group: Dict[str, Any]) -> None:
+def _check_group(group: dict[str, Any]) -> None:
     """Raise ValueError if SlowMo cannot work on a parameter group."""
     if "lr" not in group:
         raise ValueError("SlowMo needs a learning rate: a parameter group has no 'lr'")
