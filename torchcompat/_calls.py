@@ -207,7 +207,7 @@ def answer(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
         if plan.name == "device":
             return args[0].device
         if plan.name.startswith("sym_"):
-            return _infer.infer(plan.func, [encode(a) for a in args], dict(kwargs))
+            return _infer.infer(plan, [encode(a) for a in args], dict(kwargs))
         return _METADATA[plan.name]
     if any(f._value.storage is None for f in fakes):
         where = site()
@@ -313,7 +313,7 @@ class Outputs:
 
     def _infer(self) -> Any:
         try:
-            return _infer.infer(self.plan.func, self.encoded, self.named)
+            return _infer.infer(self.plan, self.encoded, self.named)
         except _NO_KERNEL:
             if self.plan.inplace:
                 return self.args[0]
@@ -361,7 +361,11 @@ class Outputs:
     def _output(self, origin: int | None, result: Any) -> Any:
         if isinstance(result, (list, tuple)):
             return [self._output(origin, r) for r in result]
-        if not isinstance(result, torch.Tensor):
+        if isinstance(result, Geometry):
+            shape = result.size
+        elif isinstance(result, torch.Tensor):
+            shape = result.shape
+        else:
             self.made.append(None)
             return result
         if origin is not None:
@@ -369,29 +373,29 @@ class Outputs:
             source = self.args[origin] if origin < len(self.args) else self.kwargs[name]
             if any(i == origin for i, _ in self.plan.writes):
                 self.made.append(None)
-                return self._written(source, result)
+                return self._written(source, result, tuple(shape))
             base = source._value
-            geometry = _infer.geometry_of(result, base.geometry.device)
+            geometry = _infer.located(result, base.geometry.device)
             value = Value(base.storage, geometry, base, self.op, len(self.made))
             self.made.append(None)
             return self._wrap(value, result)
         if self.named.get("device") is not None and self.named["device"].type == "meta":
             return result
-        geometry = _infer.geometry_of(result, self.device)
+        geometry = _infer.located(result, self.device)
         storage = Storage(geometry) if self.op is not None else None
         self.made.append(storage)
         return self._wrap(Value(storage, geometry), result)
 
-    def _wrap(self, value: Value, result: torch.Tensor) -> Any:
-        if result.device.type == "meta":
+    def _wrap(self, value: Value, result: Any) -> Any:
+        if isinstance(result, torch.Tensor) and result.device.type == "meta":
             value.meta = result
         self.first = value
         return fake_tensor.wrap(value)
 
-    def _written(self, source: Any, result: torch.Tensor) -> Any:
+    def _written(self, source: Any, result: Any, shape: tuple[int, ...]) -> Any:
         """Return a written argument; an ``out=`` of another shape gets new memory first."""
-        if result.shape != source.shape and source._value.storage is not None:
-            storage = Storage(_infer.geometry_of(result, source._value.geometry.device))
+        if shape != tuple(source.shape) and source._value.storage is not None:
+            storage = Storage(_infer.located(result, source._value.geometry.device))
             old, value = source._value, Value(storage, storage.root)
             fix(source, value)
             assert self.op is not None

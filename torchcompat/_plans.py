@@ -90,6 +90,7 @@ class Plan:
         "name",
         "overwrites",
         "plain_empty",
+        "pointwise",
         "random",
         "rebinds",
         "sized",
@@ -124,9 +125,15 @@ class Plan:
         self.hidden = _HIDDEN_WRITES.get(self.name) if own else None
         if own and self.name in _HIDDEN_VIEWS:
             self.returns = [0]
+        self.pointwise = own and self._is_pointwise(func) and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
         self.plain_empty = func is aten.empty.memory_format
         self.composite = _is_composite(func)
+
+    def _is_pointwise(self, func: Any) -> bool:
+        """Tell whether every element of the one result comes from its own place alone."""
+        tag = getattr(torch.Tag, "pointwise", None)
+        return tag in func.tags and len(self.returns) == 1 and not self.random
 
     def argument(self, name: str, args: Any, kwargs: Any, default: Any = None) -> Any:
         """Return what was passed for ``name``, or ``default``."""

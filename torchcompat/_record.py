@@ -90,7 +90,7 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
     geometry = _sized(plan, args, kwargs, device)
     if geometry is None:
         encoded = [_calls.encode(a) for a in args]
-        result = _infer.infer(plan.func, encoded, dict(kwargs))
+        result = _infer.infer(plan, encoded, dict(kwargs))
         if result.layout != torch.strided:
             raise NotImplementedError(f"{plan.name} of a {result.layout} tensor cannot be deferred")
         geometry = _infer.geometry_of(result, fake_tensor.indexed(device))
