@@ -151,10 +151,12 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def trainer(session: nox.Session) -> None:
-    """Run the tests of the Hugging Face Trainer as a client."""
-    install(session, MATRIX.rows[MATRIX.trainer], *group("tests"), *group("trainer"))
-    session.run("pytest", "-m", "trainer", "tests/clients", *session.posargs)
+@nox.parametrize("transformers", ["4", "5"], ids=["v4", "v5"])
+def trainer(session: nox.Session, transformers: str) -> None:
+    """Run the tests of a client, the Hugging Face Trainer."""
+    row = MATRIX.rows[MATRIX.trainer]
+    install(session, row, *group("tests"), *group(f"trainer-{transformers}"))
+    session.run("pytest", "tests/test_trainer_client.py", *session.posargs)
 
 
 @nox.session

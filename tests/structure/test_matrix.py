@@ -137,7 +137,8 @@ def test_each_name_selects_exactly_one_session(sessions):
     from nox.manifest import _normalized_session_match
 
     known = [SimpleNamespace(name=each["name"], signatures=[each["session"]]) for each in sessions]
-    for name in (*(each["name"] for each in sessions), *(each["session"] for each in sessions)):
+    per_row = [each for each in sessions if each["name"].startswith(("tests-", "fuzz-", "bench-"))]
+    for name in (each[key] for each in per_row for key in ("name", "session")):
         selected = [each.name for each in known if _normalized_session_match(name, each)]
         assert len(selected) == 1, (name, selected)
 
