@@ -76,11 +76,13 @@ def encode(arg: Any, keep: bool = False) -> Any:
     return arg
 
 
-def fixed(arg: Any) -> Any:
+def fixed(arg: Any, in_graph: set[Value]) -> Any:
     """Replace values whose memory is already there by constants: it may be changed at any time."""
 
     def fix_one(item: Any) -> Any:
-        if isinstance(item, Value) and item.storage and item.storage.memory is not None:
+        if not isinstance(item, Value) or item in in_graph:
+            return item
+        if item.storage and item.storage.memory is not None:
             return Const(_replay.materialize(item))
         return item
 
@@ -109,14 +111,16 @@ def _dense(g: Geometry) -> bool:
     return True
 
 
-def note_leaves(op: Op, fakes: Any, result: Value | None) -> None:
-    """Note which inputs are leaves of the autograd graph that ``op`` extends."""
-    op.leaves = [
-        (f._value, fake_tensor.real_class(f)) for f in fakes if f.requires_grad and f.is_leaf
-    ]
-    if result is not None:
-        for value, _ in op.leaves:
-            value.storage.dependents.append(weakref.ref(result))
+def note_graph(op: Op, fakes: Any, results: list[Value]) -> None:
+    """Note that ``op`` extends the autograd graph, and from which leaves."""
+    results = [r for r in results if r.geometry.dtype.is_floating_point or r.geometry.dtype.is_complex]
+    inputs = [f for f in fakes if f.requires_grad]
+    if not results:
+        return
+    op.graph = True
+    op.leaves = [(f._value, fake_tensor.real_class(f)) for f in inputs if f.is_leaf]
+    for fake in inputs:
+        fake._value.storage.dependents.extend(weakref.ref(r) for r in results)
 
 
 def note_draws(plan: Plan, op: Op, args: Any, kwargs: Any, device: torch.device) -> None:
@@ -177,7 +181,7 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             return [real(i) for i in item] if any(map(torch.is_tensor, item)) else item
         if not isinstance(item, FakeTensor):
             return item
-        mine = any(item is t for t in written)
+        mine = plan.name == "set_" or any(item is t for t in written)
         made = _replay.materialize(item._value) if mine else _replay.compute(item._value)
         back[id(made)] = item
         return made
@@ -293,13 +297,17 @@ class Outputs:
     def __init__(self, plan: Plan, args: Any, kwargs: dict[str, Any], op: Op | None) -> None:
         self.plan, self.op = plan, op
         self.args, self.kwargs = args, kwargs
+        self.values: list[Value] = []
         keep = op is not None and op.grad
         self.encoded = [encode(a, keep and getattr(a, "requires_grad", False)) for a in args]
         self.named = {k: encode(a) if k != "generator" else None for k, a in kwargs.items()}
         self.device = self._device()
         if op is not None:
-            op.args = [a if i in plan.returns else fixed(a) for i, a in enumerate(self.encoded)]
-            op.kwargs = {k: fixed(a) for k, a in self.named.items()}
+            in_graph = {f._value for f in tensors(args, kwargs)[0] if op.grad and f.requires_grad}
+            op.args = [
+                a if i in plan.returns else fixed(a, in_graph) for i, a in enumerate(self.encoded)
+            ]
+            op.kwargs = {k: fixed(a, in_graph) for k, a in self.named.items()}
         self.results = self._infer()
 
     def _device(self) -> torch.device:
@@ -389,7 +397,7 @@ class Outputs:
     def _wrap(self, value: Value, result: Any) -> Any:
         if isinstance(result, torch.Tensor) and result.device.type == "meta":
             value.meta = result
-        self.first = value
+        self.values.append(value)
         return fake_tensor.wrap(value)
 
     def _written(self, source: Any, result: Any, shape: tuple[int, ...]) -> Any:
@@ -417,12 +425,13 @@ class Outputs:
             rest += [a for k, a in op.kwargs.items() if k != name]
             others = [i for a in rest for i in tensors_in(a) if isinstance(i, Value)]
             target = op.writes[0]
-            if all(v.storage is not target.storage for v in others) and covers(target):
+            apart = all(v.storage is not target.storage for v in others)
+            if apart and covers(target) and written[0].grad_fn is None:
                 op.reads, op.overwrites = others, True
         if plan.random and op.position is None:
             note_draws(plan, op, self.args, self.kwargs, self.device)
         if op.grad and any(f.requires_grad for f in fakes):
-            note_leaves(op, fakes, getattr(self, "first", None) or (op.writes or [None])[0])
+            note_graph(op, fakes, [*self.values, *op.writes])
         for storage in self.made:
             if storage is not None:
                 storage.writers.append(op)

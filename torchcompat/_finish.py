@@ -85,7 +85,7 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     elif fake.is_leaf and not real.is_leaf:
         real = real.detach()
     if real.is_leaf and real.requires_grad != grad:
-        with torch.inference_mode(False):
+        with torch.inference_mode(real.is_inference()):
             real.requires_grad_(grad)
     autograd_hooks.hand_over(fake, real)
     own = vars(real)

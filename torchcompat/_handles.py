@@ -43,7 +43,8 @@ def fakes_hardware() -> bool:
 def expose_generator(generator: torch.Generator) -> None:
     """Give a generator its true state, if it holds a placeholder of ours."""
     if thread.deferred:
-        streams.expose(generator)
+        with paused():
+            streams.expose(generator)
 
 
 def assign(fake: Any, source: torch.Tensor) -> None:
@@ -122,11 +123,12 @@ def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) ->
     if value.storage is None:
         return fake
     if value.storage.memory is not None:
-        streams.expose(generator or torch.default_generator)
+        expose_generator(generator or torch.default_generator)
         function(_replay.materialize(value), *args, generator=generator)
         return fake
     op = _calls.new_op(function, (value, *args), {}, function.__name__.replace("_no_grad_", ""))
-    op.grad, op.takes_generator = False, True
+    op.grad = False
+    op.takes_generator = True
     op.writes, op.overwrites = (value,), _calls.covers(value)
     op.reads = () if op.overwrites else (value,)
     generator = generator or streams.default_generator(value.geometry.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchcompat import _calls, _infer, fake_tensor
-from torchcompat._calls import covers, new_op, note_draws, note_leaves
+from torchcompat._calls import covers, new_op, note_draws, note_graph
 from torchcompat._plans import Plan, plan_for, plans
 from torchcompat._tape import Geometry, Storage, Value
 from torchcompat._thread import thread
@@ -66,12 +66,12 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return fake
     op = new_op(plan.func, (value, *args[1:]), kwargs, plan.name)
     op.writes = (value,)
-    if plan.overwrites:
-        op.overwrites = covers(value)
+    if plan.overwrites and covers(value) and fake.grad_fn is None:
+        op.overwrites = True
     else:
         op.reads = (value,)
     if op.grad and fake.requires_grad:
-        note_leaves(op, (fake,), value)
+        note_graph(op, (fake,), [value])
     if plan.random:
         note_draws(plan, op, args, kwargs, value.geometry.device)
     storage.writers.append(op)
@@ -96,9 +96,11 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
         geometry = _infer.geometry_of(result, fake_tensor.indexed(device))
     if kwargs.get("pin_memory"):
         torch._C._TensorBase.pin_memory(torch.empty(0, device="cpu"))  # fails where eager fails
-    if thread.pure or (like is not None and like._value.storage is None):
+    if thread.pure or (fake_tensor.is_fake(like) and like._value.storage is None):
         return fake_tensor.wrap(Value(None, geometry))
-    fake = fake_tensor.wrap(Value(Storage(geometry), geometry))
+    storage = Storage(geometry)
+    storage.inference = torch.is_inference_mode_enabled()
+    fake = fake_tensor.wrap(Value(storage, geometry))
     if plan.fill is not None:
         func, names = plan.fill
         low = 0 if "low" in names else None
@@ -134,7 +136,8 @@ def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[An
         return plan.func(*args, **kwargs)
     if reals:
         moved = device is not None and not fake_tensor.hardware(device.type)
-        if plan.is_like and not plan.writes:
+        scalar = plan.name == "new_empty" and not args[1]  # how a real tensor begins its deepcopy
+        if plan.is_like and not plan.writes and not scalar:
             return _factory(plan, args, kwargs, reals[0])
         if not moved:
             return _calls.run(plan, args, kwargs)

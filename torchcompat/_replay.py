@@ -22,7 +22,7 @@ import torch
 
 from torchcompat import autograd_hooks, fake_tensor
 from torchcompat._random import streams
-from torchcompat._tape import Const, Op, Storage, Value, replace
+from torchcompat._tape import Const, Op, Storage, Value, now, replace
 
 aten = torch.ops.aten
 
@@ -36,6 +36,7 @@ class Schedule:
     """The operators that some values need, and the memory they run on."""
 
     def __init__(self, targets: Sequence[Value] = (), sink: Op | None = None) -> None:
+        self.graph = bool(targets)  # on scratch memory nobody asks for gradients
         self.targets: list[Value] = []
         self.ops: dict[int, Op] = {}
         self.held: dict[Value, torch.Tensor] = {}
@@ -57,7 +58,25 @@ class Schedule:
         storage = value.storage
         assert storage is not None
         self.targets.append(value)
-        if storage in self.permanent or storage.memory is not None:
+        self._graph_of(value)
+        self._keep(storage)
+
+    def _graph_of(self, value: Value) -> None:
+        """Make the leaves that a view's graph starts from targets, too."""
+        link: Value | None = value
+        while link is not None and self.graph:
+            if link.op is not None:
+                self._leaves(link.op)
+            link = link.parent
+
+    def _leaves(self, op: Op) -> None:
+        for leaf, _ in op.leaves:
+            if leaf.real is None and leaf not in self.targets:
+                self.target(leaf)
+
+    def _keep(self, storage: Storage) -> None:
+        """Make a storage permanent with all of its history."""
+        if storage.memory is not None or storage in self.permanent:
             return
         self.permanent.add(storage)
         self._content(storage, len(storage.writers))
@@ -88,14 +107,22 @@ class Schedule:
         if op.seq in self.ops:
             return []
         self.ops[op.seq] = op
-        for leaf, _ in op.leaves:
-            if leaf.real is None and leaf not in self.targets:
-                self.target(leaf)
+        if op.graph and self.graph:
+            # A graph is built once, of the tensors that are given out.
+            self._leaves(op)
+            for storage in {*op.made, *(v.storage for v in op.writes)}:
+                if storage is not None:
+                    self._keep(storage)
         needs = []
+        for value in (*op.reads, *op.writes):
+            if value.parent is not None:
+                self._graph_of(value)
         for value in op.reads:
             storage = value.storage
             assert storage is not None
-            if not self._given_out(op, value):
+            if storage.memory is not None and op.seq > storage.since:
+                self.roots[storage] = storage.memory
+            elif not self._given_out(op, value):
                 needs.append((storage, _writers_before(storage, op.seq)))
         if op is self._sink:
             for storage, count in needs:
@@ -103,17 +130,21 @@ class Schedule:
         return needs
 
     def _given_out(self, op: Op, value: Value) -> bool:
-        """Tell whether a graph's leaf is read from the object already given out."""
-        if value.real is None or all(leaf is not value for leaf, _ in op.leaves):
-            return False
+        """Tell whether a graph is read from the memory already given out, and provide it."""
         storage = value.storage
         assert storage is not None
+        if storage.memory is None or not (self.graph and op.graph):
+            return False
+        leaf = any(v is value for v, _ in op.leaves)
+        if not leaf and not storage.memory.requires_grad:
+            return False
         late = len(storage.writers) != _writers_before(storage, op.seq)
-        if late or storage.version != value.real._version:
+        if late or storage.version != _version(storage.memory):
             raise RuntimeError(
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and then "
                 "changed. Materialise the two together, for example with materialize_module."
             )
+        self.roots[storage] = storage.memory
         return True
 
     # Ordering.
@@ -187,6 +218,9 @@ class Schedule:
         """Return the real tensor of a value, making views, and memory not yet there, on the way."""
         chain = []
         while value not in self.held and value.parent is not None:
+            if value.real is not None and value.real.grad_fn is not None and self.graph:
+                self.hold(value, value.real)
+                break
             chain.append(value)
             value = value.parent
         tensor = self.held.get(value)
@@ -207,7 +241,8 @@ class Schedule:
         if tensor is None:
             g = storage.root
             _require_hardware(g)
-            tensor = torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
+            with torch.inference_mode(storage.inference):
+                tensor = torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
             self.roots[storage] = tensor
         return tensor
 
@@ -215,9 +250,15 @@ class Schedule:
         op = value.op
         if op is None:
             return base.detach()
+        if op.leaves:
+            self._take_leaves(op)
+            base = self.held.get(value.parent, base)  # type: ignore[arg-type]
         args, kwargs = self._arguments(op, {value.parent: base})
-        with torch.set_grad_enabled(op.grad):
-            return _flat(op.func(*args, **kwargs))[value.index]
+        with torch.set_grad_enabled(op.grad and self.graph):
+            made: torch.Tensor = _flat(op.func(*args, **kwargs))[value.index]
+        if made.grad_fn is not None and value.real is None:
+            value.real = made
+        return made
 
     def _arguments(self, op: Op, known: dict[Any, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         def real(item: Any) -> torch.Tensor:
@@ -238,16 +279,13 @@ class Schedule:
 
     def execute(self, op: Op) -> None:
         """Run one operator and take its results."""
-        for value, cls in op.leaves if op.grad else ():
-            if value.real is None:
-                value.real = leaf(self.handle(value), cls)
-            self.hold(value, value.real)
+        self._take_leaves(op)
         for storage in op.made:
             if storage is not None:
                 _require_hardware(storage.root)
         args, kwargs = self._arguments(op, {})
         try:
-            with _as_recorded(op):
+            with _as_recorded(op, self.graph):
                 if op.position is not None:
                     result = self._draw(op, args, kwargs)
                 else:
@@ -258,6 +296,13 @@ class Schedule:
             for storage, tensor in zip(op.made, _flat(result)):
                 if storage is not None:
                     self.roots[storage] = tensor
+
+    def _take_leaves(self, op: Op) -> None:
+        """Put the objects that are given out in place as leaves of the graph that ``op`` extends."""
+        for value, cls in op.leaves if self.graph else ():
+            if value.real is None or not value.real.requires_grad:
+                value.real = leaf(self.handle(value), cls)
+            self.hold(value, value.real)
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -306,13 +351,13 @@ def _require_hardware(geometry: Any) -> None:
 
 
 @contextlib.contextmanager
-def _as_recorded(op: Op) -> Any:
+def _as_recorded(op: Op, graph: bool) -> Any:
     """Restore what was true of the thread when an operator was recorded."""
     dtype = torch.get_default_dtype()
     if op.default_dtype is not None and op.default_dtype != dtype:
         torch.set_default_dtype(op.default_dtype)
     try:
-        with torch.inference_mode(op.inference), torch.set_grad_enabled(op.grad):
+        with torch.inference_mode(op.inference), torch.set_grad_enabled(op.grad and graph):
             yield
     finally:
         if torch.get_default_dtype() != dtype:
@@ -353,24 +398,30 @@ def materialize(*values: Value) -> torch.Tensor:
         if wanted:
             schedule = Schedule(wanted)
             schedule.run()
-            for value in schedule.targets:
-                _give_out(schedule, value)
+            _give_out(schedule)
         assert values[0].real is not None
         return values[0].real
 
 
-def _give_out(schedule: Schedule, value: Value) -> None:
-    storage = value.storage
-    assert storage is not None
-    if storage.memory is None:
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _give_out(schedule: Schedule) -> None:
+    """Make what a schedule computed permanent."""
+    for storage in schedule.permanent:
         root = schedule._root(storage)
         storage.memory = root if root.requires_grad else root.detach()
         storage.known = None
-    elif storage not in schedule.roots:
-        schedule.roots[storage] = storage.memory
-    if value.real is None:
-        value.real = schedule.handle(value)
-    storage.version = 0 if value.real.is_inference() else value.real._version
+        storage.since = now()
+    for value in schedule.targets:
+        storage = value.storage
+        assert storage is not None
+        assert storage.memory is not None
+        schedule.roots.setdefault(storage, storage.memory)
+        if value.real is None:
+            value.real = schedule.handle(value)
+        storage.version = _version(storage.memory)
 
 
 def state_after(op: Op) -> torch.Tensor:

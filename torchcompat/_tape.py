@@ -23,6 +23,11 @@ _sequence = itertools.count(1)
 SNAPSHOT_BYTES = 1 << 20
 
 
+def now() -> int:
+    """Return a number between those of the operators recorded so far and of those to come."""
+    return next(_sequence)
+
+
 class Storage:
     """A piece of memory: its writers in order, and the real memory once it has been given out.
 
@@ -31,7 +36,7 @@ class Storage:
     after ``known_at`` writes, kept when a small storage had to be computed early.
     """
 
-    __slots__ = ("__weakref__", "dependents", "known", "known_at", "memory", "root", "version", "writers")
+    __slots__ = ("__weakref__", "dependents", "inference", "known", "known_at", "memory", "root", "since", "version", "writers")
 
     def __init__(self, root: Geometry) -> None:
         self.root = root
@@ -39,8 +44,10 @@ class Storage:
         self.memory: torch.Tensor | None = None
         self.known: torch.Tensor | None = None
         self.known_at = 0
+        self.since = 0  # operators recorded after this one act on ``memory`` at once
         self.version = 0  # version counter of what was given out, then
-        self.dependents: list[Any] = []  # weak references to values whose graph starts here
+        self.dependents: list[Any] = []  # weak references to values whose graph comes from here
+        self.inference = False  # whether it was allocated in inference mode
 
 
 class Geometry:
@@ -116,7 +123,8 @@ class Op:
     grad = False
     inference = False
     default_dtype: torch.dtype | None = None
-    leaves: Sequence[tuple[Value, type]] = ()  # inputs that were leaves of the graph, their classes
+    graph = False  # whether it extended an autograd graph
+    leaves: Sequence[tuple[Value, type]] = ()  # inputs that were leaves of that graph, their classes
     position: Any = None  # where in its generator's stream it starts drawing
     after: Any = None  # and where it leaves it
     takes_generator = False
