@@ -141,7 +141,7 @@ def test_deepcopy_of_the_deferred_model():
     assert not shared
 
 
-def test_deepcopy_draws_nothing_and_keeps_ties_and_attributes():
+def test_deepcopy_draws_nothing_and_treats_ties_and_attributes_as_eager():
     pair = both(habits.tied_embedding_and_head)
     for model in pair:
         model.embed.weight.mark = [1]
