@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
+from torchcompat import _gate
 from torchcompat._random import draws
 from torchcompat._random.draws import Spending, predict, spend
 
@@ -127,6 +129,11 @@ def is_cached(state: torch.Tensor) -> bool:
     return bool(state[5040])
 
 
+def halves_work(func, dtype) -> bool:
+    """Whether torch has the kernel: bernoulli of float16 came with 2.2."""
+    return dtype != torch.float16 or "bernoulli" not in str(func) or _gate.running() >= (2, 2)
+
+
 def check(func, args, kwargs, known=True):
     """The prediction holds in a real call, or there is none because such a call is refused."""
     answer = predict(func, args, kwargs)
@@ -149,12 +156,14 @@ def check(func, args, kwargs, known=True):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Every test measures for itself, and leaves the visible generator alone."""
+    """Every test measures for itself, on one thread: waiting for others would take most of it."""
     draws._answers.clear()
     draws._laws.clear()
-    before = torch.get_rng_state()
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
-    torch.set_rng_state(before)
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -164,7 +173,7 @@ def test_every_operator_dtype_layout_and_size(name):
     for dtype in ALL:
         for make in TENSORS.values():
             tensor = make(dtype).fill_(0.5)
-            check(func, (tensor, *more), {}, dtype in known)
+            check(func, (tensor, *more), {}, dtype in known and halves_work(func, dtype))
 
 
 def test_tensors_as_parameters_of_distributions():
@@ -173,7 +182,8 @@ def test_tensors_as_parameters_of_distributions():
             half, kwargs = make(dtype).fill_(0.5), {}
             check(aten.normal.float_Tensor, (0.0, half), kwargs)
             check(aten.normal.Tensor_Tensor, (half, half), kwargs)
-            check(aten.bernoulli_.Tensor, (make(dtype), half), kwargs)
+            known = halves_work(aten.bernoulli_.Tensor, dtype)
+            check(aten.bernoulli_.Tensor, (make(dtype), half), kwargs, known)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -219,7 +229,7 @@ class Described:
 @pytest.mark.parametrize("name", ["normal_", "uniform_", "bernoulli_", "random_ over 2**32"])
 def test_descriptions_suffice_and_huge_sizes_do_not_overflow(name):
     func, more, dtypes = OPERATORS[name]
-    for dtype in dtypes:
+    for dtype in filter(partial(halves_work, func), dtypes):
         for residue in (0, 5):
             near, far = ((16 << place) + residue for place in (10, 33))
             check(func, (torch.empty(near, dtype=dtype), *more), {})
@@ -281,9 +291,8 @@ def test_halves_kept_for_the_next_taker(spending, cached, expected):
     assert spend(spending, cached) == expected
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [2, 5])
 def test_the_number_of_threads_does_not_matter(threads):
-    before = torch.get_num_threads()
     calls = [
         (func, (make(dtype).fill_(0.5), *more))
         for func, more, dtypes in OPERATORS.values()
@@ -292,14 +301,11 @@ def test_the_number_of_threads_does_not_matter(threads):
     ]
     answers = [predict(func, args, {}) for func, args in calls]
     torch.set_num_threads(threads)
-    try:
-        for answer, (func, args) in zip(answers, calls):
-            check(func, args, {})
-            draws._answers.clear()
-            draws._laws.clear()
-            assert predict(func, args, {}) == answer
-    finally:
-        torch.set_num_threads(before)
+    for answer, (func, args) in zip(answers, calls):
+        check(func, args, {})
+        draws._answers.clear()
+        draws._laws.clear()
+        assert predict(func, args, {}) == answer
 
 
 def test_measuring_leaves_no_trace(capfd):

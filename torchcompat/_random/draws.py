@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import threading
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 
@@ -49,6 +49,10 @@ class Spending(NamedTuple):
 
     draws: int
     normals: int = 0
+
+
+# What is taken once, and what for each element.
+_Law = Tuple[Spending, Spending]
 
 
 def spend(spending: Spending, cached: bool) -> tuple[int, bool]:
@@ -97,7 +101,7 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Spending | None:
     sizes = set(asked) - {None}
     if len(sizes) != 1 or not _is_tried(call):
         return None
-    size = sizes.pop()
+    (size,) = sizes
     if size > _LARGEST.get(family, size):
         return None
     numbers = [value for value in call.values() if isinstance(value, (int, float))]
@@ -111,7 +115,12 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Spending | None:
             except Exception:  # such arguments are refused, also where the operator really runs
                 _laws[case] = None
         law = _laws[case]
-    return law and law.at(size)
+    return law and _apply(law, size)
+
+
+def _apply(law: _Law, numel: int) -> Spending:
+    """What `numel` elements take."""
+    return Spending(*(once + numel * each for once, each in zip(*law)))
 
 
 def _is_tried(call: dict[str, Any]) -> bool:
@@ -172,17 +181,6 @@ def _scratch(like: Any, numel: int, content: float) -> torch.Tensor:
     return memory.view(rows, -1)[:, ::gap].t()
 
 
-class _Law(NamedTuple):
-    """What is taken once, and what for each element."""
-
-    once: Spending
-    each: Spending = Spending(0)
-
-    def at(self, numel: int) -> Spending:
-        """What `numel` elements take."""
-        return Spending(*(once + numel * each for once, each in zip(*self)))
-
-
 class _Trial(NamedTuple):
     """A call to be tried: an overload and its arguments, of which so many by position."""
 
@@ -235,16 +233,16 @@ def _find_law(trial: _Trial, size: int) -> _Law | None:
     """The law for this size alone if it is small, else for its class; None if there is none."""
     if size < _SMALL:
         exact = trial.measure(size)
-        return exact and _Law(exact)
+        return exact and (exact, Spending(0))
     # Multiples of 3, so that the permuted layout exists for each size.
     small, middle, large, huge = (48 * k + 33 * size % 48 for k in (1, 2, 40, 700))
     first, second = trial.measure(small), trial.measure(middle)
     if first is None or second is None:
         return None
     each = Spending(*((b - a) // (middle - small) for a, b in zip(first, second)))
-    law = _Law(Spending(*(a - small * b for a, b in zip(first, each))), each)
+    law = Spending(*(a - small * b for a, b in zip(first, each))), each
     checks = ((middle, 0.5), (large, 0.0), (huge, 1.0))
-    return law if all(trial.obeys(*check, law.at(check[0])) for check in checks) else None
+    return law if all(trial.obeys(*check, _apply(law, check[0])) for check in checks) else None
 
 
 @lru_cache(maxsize=None)

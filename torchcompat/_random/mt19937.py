@@ -91,15 +91,13 @@ def _near_outputs(state: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(outputs: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-    """Sum the blocks of `outputs` that `plan` chooses.
-
-    Windows with the same six coefficients are added first, into one row for each of their 64
-    values; then the rows are added with their shifts, one coefficient at a time.
-    """
+    """Sum the blocks of `outputs` that `plan` chooses."""
+    # Windows with the same six coefficients first, into a row for each of the 64 values.
     windows = outputs.view(torch.int64).as_strided((_BLANK + 1, _WINDOW // 2), (_GROUP // 2, 1))
     rows = windows.index_select(0, plan[0])
     for places in plan[1:]:
         rows ^= windows.index_select(0, places)
+    # Then the rows with their shifts, one coefficient at a time.
     total = torch.zeros(_BLOCK, dtype=torch.int32, device="cpu")
     for shift in reversed(range(_GROUP)):
         without, having = rows.split(1 << shift)
@@ -124,7 +122,7 @@ def _untemper(outputs: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=512)
 def _plan(twists: int) -> torch.Tensor:
-    """Which windows to add for a jump by `twists` blocks: column c has the places of sixes equal c.
+    """For a jump by `twists` blocks, column c lists the windows of the sixes that equal c.
 
     Columns are filled up with the window of zeros. Column 0 adds nothing: it is empty.
     """
@@ -159,11 +157,10 @@ def _remainder(polynomial: int) -> int:
 
 
 def _times_phi(polynomial: int) -> int:
-    """Multiply by phi, in the nested form that follows from the twist.
+    """Multiply by phi = a * (b**31 + m[0] * b**30 + ... + m[30]) + m[31].
 
-    With a = t**624 + t**397, b = t**623 + t**396 and the bits m of the twist's matrix, phi is
-    a * (b**31 + m[0] * b**30 + ... + m[30]) + m[31]: Matsumoto and Nishimura, "Mersenne Twister",
-    ACM TOMACS 8 (1998), appendix A.
+    a is t**624 + t**397, b is t**623 + t**396 and m are the bits of the twist's matrix: Matsumoto
+    and Nishimura, "Mersenne Twister", ACM TOMACS 8 (1998), appendix A.
     """
     result = polynomial
     for place in range(31):
@@ -177,10 +174,10 @@ def _times_phi(polynomial: int) -> int:
 
 @lru_cache(maxsize=None)
 def _reciprocal() -> list[tuple[int, ...]]:
-    """The shifts that divide by phi.
+    """The shifts that divide by phi, which seen from the top is 1 + f with f small.
 
-    Seen from the top, phi is 1 + f with f divisible by a high power, and over GF(2) the power
-    series 1 / (1 + f) is the product of the 1 + f**(2**k), where squaring doubles each exponent.
+    Over GF(2) the series 1 / (1 + f) is the product of all 1 + f**(2**k), and squaring doubles
+    exponents.
     """
     shifts = [match.start() for match in re.finditer("1", format(_times_phi(1), "b"))][1:]
     powers = (tuple(shift << k for shift in shifts if shift << k < _DEGREE) for k in range(14))
