@@ -69,12 +69,12 @@ def install(session: nox.Session, row: matrix.Row, *requirements: str) -> None:
     )
 
 
-def run_tests(session: nox.Session, name: str, *arguments: str) -> None:
+def run_tests(session: nox.Session, name: str) -> None:
     """Run pytest; save a run of all the tests as a result, except in CI, which commits nothing."""
     report = Path(session.create_tmp(), "report.xml")
     tree = results.tree_hash()
     try:
-        session.run("pytest", f"--junitxml={report}", *arguments, *session.posargs)
+        session.run("pytest", f"--junitxml={report}", "--timeout=600", *session.posargs)
     finally:
         if report.exists() and not (session.posargs or IN_CI):
             results.write(name, results.from_junit(report, tree))
