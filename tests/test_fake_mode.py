@@ -257,7 +257,6 @@ CUDA = {
     "filled": lambda: torch.empty(2, 3, device="cuda").normal_().clamp_(0, 1),
     "written": lambda: (lambda t: (t[0].fill_(1), t)[1])(torch.zeros(2, 3, device="cuda")),
     "matmul": lambda: torch.ones(2, 4, device="cuda") @ torch.ones(4, 3, device="cuda"),
-    "forward": lambda: nn.Linear(5, 3, device="cuda")(torch.ones(2, 5, device="cuda")),
 }
 
 
