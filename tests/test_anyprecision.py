@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import socket
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.test_slowmo import run_ranks
 from torchcompat import _gate
 from torchcompat.optimizers import AnyPrecisionAdamW, anyprecision_optimizer
 
+FSDP2 = (2, 6)  # torch.distributed.fsdp.fully_shard
 FLOAT32 = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
 
 
@@ -371,6 +373,21 @@ def test_import_does_not_import_distributed(run_python):
     )
 
 
+def test_examples_of_the_documentation(root, run_python):
+    """The examples run one after another as they stand, those for torchrun as its only rank."""
+    parts = (root / "docs" / "optimizers.md").read_text().split("```python\n")[1:]
+    examples = "".join(part.partition("```")[0] for part in parts)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = run_python(f"import os; os.environ.update({rank})\n{examples}")
+    any_precision, slowmo, gossip = done.stdout.splitlines()[-3:]
+    assert "'exp_avg_sq': torch.float32" in any_precision
+    assert slowmo == "12"
+    assert gossip == "1 nodes after step 12 None"
+
+
 def update_shards(rank, folder):
     """Train DTensors on two ranks and leave the whole weights and state of rank 0 in a file."""
     if _gate.running() >= (2, 5):
@@ -398,13 +415,57 @@ def update_shards(rank, folder):
             optimizer.step()
         assert all(hasattr(optimizer.state[p]["exp_avg_sq"], "placements") for p in split)
         results[name] = [parameter.detach().full_tensor() for parameter in split]
+    results["fsdp"] = train_fsdp(use_orig_params=False)
+    results["fsdp original parameters"] = train_fsdp(use_orig_params=True)
+    if _gate.running() >= FSDP2:
+        results["fsdp2"] = train_fsdp2(mesh)
     if rank == 0:
         torch.save(results, folder / "weights")
 
 
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def train_net(net, steps=5):
+    """Train with Kahan summation, on the same data on each rank: averaging changes nothing."""
+    optimizer = AnyPrecisionAdamW(net.parameters(), use_kahan_summation=True, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def train_fsdp(use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    cpu = torch.device("cpu")
+    net = FullyShardedDataParallel(make_net(), device_id=cpu, use_orig_params=use_orig_params)
+    train_net(net)
+    with FullyShardedDataParallel.summon_full_params(net):
+        return [parameter.detach().clone() for parameter in net.module.parameters()]
+
+
+def train_fsdp2(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    net = make_net()
+    fully_shard(net, mesh=mesh)
+    train_net(net)
+    return [parameter.detach().full_tensor() for parameter in net.parameters()]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    run_ranks(2, update_shards, folder)
+    return torch.load(folder / "weights")
+
+
 @pytest.mark.since((2, 2), why="init_device_mesh and full_tensor are new there")
-def test_dtensor_equals_plain_tensor(tmp_path):
-    run_ranks(2, update_shards, tmp_path)
+def test_dtensor_equals_plain_tensor(shards):
     wholes = make_parameters()[:2]
     optimizer = AnyPrecisionAdamW(wholes, use_kahan_summation=True, weight_decay=0.1)
     for step in range(4):
@@ -412,5 +473,22 @@ def test_dtensor_equals_plain_tensor(tmp_path):
             generator = torch.Generator().manual_seed(10 * step + seed)
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
-    for got in torch.load(tmp_path / "weights").values():
-        assert all(torch.equal(one, other) for one, other in zip(got, wholes))
+    for name in ("shard", "replicate"):
+        assert all(torch.equal(one, other) for one, other in zip(shards[name], wholes))
+
+
+@pytest.mark.since((2, 2), why="FSDP needs CUDA before it")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "fsdp original parameters",
+        pytest.param("fsdp2", marks=pytest.mark.since(FSDP2, why="fully_shard is new there")),
+    ],
+)
+def test_fsdp_equals_plain_training(shards, name):
+    net = make_net()
+    train_net(net)
+    got = torch.cat([weight.flatten() for weight in shards[name]])
+    wanted = torch.cat([weight.detach().flatten() for weight in net.parameters()])
+    assert torch.equal(got[: len(wanted)], wanted)
