@@ -124,9 +124,9 @@ def _apply(law: _Law, numel: int) -> Spending:
 
 
 def _is_tried(call: dict[str, Any]) -> bool:
-    """Whether a call stays on CPU, and its integers are such as torch does not warn of each time.
+    """Whether a call stays on CPU, and a floating dtype can tell its integers apart.
 
-    It warns of those beyond what a floating dtype tells apart.
+    Where it cannot, torch would warn at each try.
     """
     dtypes = [getattr(value, "dtype", value) for value in call.values()]
     floating = [d for d in dtypes if isinstance(d, torch.dtype) and d.is_floating_point]
@@ -173,7 +173,7 @@ def _scratch(like: Any, numel: int, content: float) -> torch.Tensor:
         raise NotImplementedError
     gap = 2 if "gapped" in layout else 1
     memory = torch.empty(gap * numel, dtype=like.dtype, device="cpu")
-    for piece in memory.split(1 << 14):  # small enough not to wake other threads
+    for piece in memory.chunk(1 + len(memory) // 20000):  # too small to wake other threads
         piece.fill_(content)
     if "permuted" not in layout:
         return memory[::gap]
@@ -208,9 +208,9 @@ class _Trial(NamedTuple):
         finally:
             generator.set_state(before)
 
-    def obeys(self, numel: int, content: float, taken: Spending) -> bool:
-        """Whether the generator moves as `taken` says, both with and without a cached half."""
-        for start in _starts():
+    def obeys(self, numel: int, taken: Spending) -> bool:
+        """Whether the generator moves as `taken` says, with and without a cached half."""
+        for content, start in zip((0.0, 1.0), _starts()):
             after = self.run(numel, content, start)
             draws, cached = spend(taken, bool(start[_CACHED]))
             end = _TAIL if taken.normals else None  # the half is known only by drawing
@@ -224,7 +224,7 @@ class _Trial(NamedTuple):
         after = self.run(numel, 0.5, start)
         moved = int(start.view(torch.int32)[_LEFT] - after.view(torch.int32)[_LEFT])
         for taken in (Spending(moved), Spending(0, 2 * moved // _PAIR - int(after[_CACHED]))):
-            if self.obeys(numel, 0.5, taken):
+            if self.obeys(numel, taken):
                 return taken
         return None
 
@@ -241,8 +241,8 @@ def _find_law(trial: _Trial, size: int) -> _Law | None:
         return None
     each = Spending(*((b - a) // (middle - small) for a, b in zip(first, second)))
     law = Spending(*(a - small * b for a, b in zip(first, each))), each
-    checks = ((middle, 0.5), (large, 0.0), (huge, 1.0))
-    return law if all(trial.obeys(*check, _apply(law, check[0])) for check in checks) else None
+    proven = all(trial.obeys(numel, _apply(law, numel)) for numel in (middle, large, huge))
+    return law if proven else None
 
 
 @lru_cache(maxsize=None)

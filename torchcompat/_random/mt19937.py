@@ -100,10 +100,10 @@ def _sum(outputs: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
     # Then the rows with their shifts, one coefficient at a time.
     total = torch.zeros(_BLOCK, dtype=torch.int32, device="cpu")
     for shift in reversed(range(_GROUP)):
-        without, having = rows.split(1 << shift)
+        without, having = rows.chunk(2)
         rows = without ^ having
         while len(having) > 1:
-            upper, lower = having.split(len(having) // 2)
+            upper, lower = having.chunk(2)
             having = upper ^ lower
         total ^= having[0].view(torch.int32)[shift : shift + _BLOCK]
     return total
