@@ -1,9 +1,9 @@
 """Deferred equals eager: the one comparison that every equality test of this suite goes through.
 
-`both` builds the same thing twice after the same seed, plainly and under `deferred_init`; an entry of
-`ORDERS` materialises the deferred one in some order; `assert_equal` then finds every tensor that can be
-reached on either side and compares what the contract (DESIGN section 2, C1 to C4) promises: bytes, layout,
-class, sharing, autograd and Python attributes. Rules:
+`both` builds the same thing twice after the same seed, plainly and under `deferred_init`; an
+entry of `ORDERS` materialises the deferred one in some order; `assert_equal` then finds every
+tensor that can be reached on either side and compares what the contract (DESIGN section 2, C1 to
+C4) promises: bytes, layout, class, sharing, autograd and Python attributes. Rules:
 
 - values are compared as bytes, so NaN equals NaN and -0.0 differs from 0.0;
 - nothing here knows how torchcompat works; only its public functions are called;
@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
+
 from torchcompat import _gate
 from torchcompat.deferred_init import (
     deferred_init,
@@ -48,7 +49,7 @@ class Found(NamedTuple):
     role: str
 
 
-# --- building both -----------------------------------------------------------------------------------
+# Building both
 
 
 def seed_all(seed: int) -> None:
@@ -58,7 +59,7 @@ def seed_all(seed: int) -> None:
 
 
 def both(fn: Callable[..., Any], *args: Any, seed: int = 0, **kwargs: Any) -> Pair:
-    """Call `fn` plainly and deferred after the same seed; the generator must end at the same place."""
+    """Call `fn` plainly and deferred after the same seed; the generators must agree."""
     seed_all(seed)
     eager = fn(*args, **kwargs)
     state, python_state = torch.get_rng_state(), random.getstate()
@@ -77,17 +78,17 @@ def still_generator() -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), before), "materialising moved the generator (C2)"
 
 
-# --- finding tensors ---------------------------------------------------------------------------------
+# Finding tensors
 
 
-def walk(obj: Any) -> Dict[str, Found]:
+def walk(obj: Any) -> dict[str, Found]:
     """Every tensor reachable from modules, containers and tensor attributes, by path, in order."""
-    found: Dict[str, Found] = {}
+    found: dict[str, Found] = {}
     _walk(obj, "", "value", found, set())
     return found
 
 
-def _walk(obj: Any, path: str, role: str, found: Dict[str, Found], seen: set) -> None:
+def _walk(obj: Any, path: str, role: str, found: dict[str, Found], seen: set) -> None:
     if isinstance(obj, torch.Tensor):
         found[path] = Found(obj, role)
         if id(obj) not in seen:
@@ -107,7 +108,7 @@ def _walk(obj: Any, path: str, role: str, found: Dict[str, Found], seen: set) ->
             _walk(value, f"{path}[{index}]", role, found, seen)
 
 
-def _entries(module: nn.Module) -> Iterator[Tuple[str, Any, str]]:
+def _entries(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
     for name, parameter in module._parameters.items():
         yield name, parameter, "parameter"
     for name, buffer in module._buffers.items():
@@ -120,9 +121,9 @@ def _entries(module: nn.Module) -> Iterator[Tuple[str, Any, str]]:
         yield name, child, "module"
 
 
-def shapes_of_modules(obj: Any) -> List[Tuple[str, str, bool, Any]]:
+def shapes_of_modules(obj: Any) -> list[tuple[str, str, bool, Any]]:
     """Name, class, training flag and plain Python settings of every module, in order."""
-    rows: List[Tuple[str, str, bool, Any]] = []
+    rows: list[tuple[str, str, bool, Any]] = []
     if isinstance(obj, nn.Module):
         for name, module in obj.named_modules():
             settings = {k: _plain(v) for k, v in vars(module).items() if k not in _OWN_DICTS}
@@ -139,7 +140,7 @@ def shapes_of_modules(obj: Any) -> List[Tuple[str, str, bool, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A comparable stand-in: numbers and text as they are, containers by element, others by class."""
+    """A comparable stand-in: numbers and text themselves, containers by element, else the class."""
     if isinstance(value, (bool, int, str, torch.dtype, torch.device, type(None))):
         return value
     if isinstance(value, float):
@@ -152,7 +153,7 @@ def _plain(value: Any) -> Any:
     return "tensor" if isinstance(value, torch.Tensor) else type(value).__qualname__
 
 
-# --- comparing ---------------------------------------------------------------------------------------
+# Comparing
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -180,9 +181,9 @@ def storage_pointer(tensor: torch.Tensor) -> int:
     return storage.data_ptr()
 
 
-def traits(tensor: torch.Tensor) -> Dict[str, Any]:
+def traits(tensor: torch.Tensor) -> dict[str, Any]:
     """What the contract compares of one tensor, apart from its values and ties."""
-    row: Dict[str, Any] = {
+    row: dict[str, Any] = {
         "class": type(tensor),
         "is Parameter": isinstance(tensor, nn.Parameter),
         "dtype": tensor.dtype,
@@ -206,10 +207,10 @@ def traits(tensor: torch.Tensor) -> Dict[str, Any]:
     return row
 
 
-def ties(found: Dict[str, Found]) -> List[Tuple[str, List[str]]]:
+def ties(found: dict[str, Found]) -> list[tuple[str, list[str]]]:
     """Groups of paths that are one object, and groups of paths that share one storage."""
-    objects: Dict[int, List[str]] = {}
-    storages: Dict[int, List[str]] = {}
+    objects: dict[int, list[str]] = {}
+    storages: dict[int, list[str]] = {}
     for path, (tensor, _) in found.items():
         objects.setdefault(id(tensor), []).append(path)
         if not isinstance(tensor, UninitializedTensorMixin):
@@ -221,7 +222,7 @@ def ties(found: Dict[str, Found]) -> List[Tuple[str, List[str]]]:
     return groups
 
 
-def differences(eager: Any, deferred: Any) -> List[str]:
+def differences(eager: Any, deferred: Any) -> list[str]:
     """Everything in which a materialised object differs from the eager one, in words."""
     left, right = walk(eager), walk(deferred)
     waiting = [path for path, f in right.items() if is_fake(f.tensor) or is_deferred(f.tensor)]
@@ -240,12 +241,12 @@ def differences(eager: Any, deferred: Any) -> List[str]:
     return wrong
 
 
-def _rest(row: Tuple[str, str, bool, Any], other: Tuple[str, str, bool, Any]) -> Any:
+def _rest(row: tuple[str, str, bool, Any], other: tuple[str, str, bool, Any]) -> Any:
     """Name, class, and the settings in which a module differs from another."""
     return (*row[:3], {k: v for k, v in row[3].items() if other[3].get(k, "absent") != v})
 
 
-def _roles(found: Dict[str, Found]) -> str:
+def _roles(found: dict[str, Found]) -> str:
     return ", ".join(f"{path} ({f.role})" for path, f in found.items())
 
 
@@ -266,7 +267,7 @@ def _apart(eager: torch.Tensor, deferred: torch.Tensor) -> Iterator[str]:
 
 
 def assert_equal(eager: Any, deferred: Any) -> None:
-    """Fail with a list unless `deferred`, fully materialised, is `eager` in all the contract names."""
+    """Fail with a list unless `deferred`, materialised, is `eager` in all the contract names."""
     wrong = differences(eager, deferred)
     assert not wrong, "deferred differs from eager:\n  " + "\n  ".join(wrong[:20])
 
@@ -277,7 +278,7 @@ def assert_all_deferred(obj: Any) -> None:
     assert not ready, f"computed while recording: {', '.join(ready)}"
 
 
-# --- materialising in an order -----------------------------------------------------------------------
+# Materialising in an order
 
 Step = Callable[[], Any]
 
@@ -301,7 +302,7 @@ def _materialize(obj: Any) -> Any:
     return obj
 
 
-def _slots(module: nn.Module) -> List[Tuple[Dict[str, Optional[torch.Tensor]], str]]:
+def _slots(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str]]:
     slots = []
     for child in module.modules():
         for entries in (child._parameters, child._buffers):
@@ -309,7 +310,7 @@ def _slots(module: nn.Module) -> List[Tuple[Dict[str, Optional[torch.Tensor]], s
     return slots
 
 
-def _fill(entries: Dict[str, Optional[torch.Tensor]], name: str) -> None:
+def _fill(entries: dict[str, torch.Tensor | None], name: str) -> None:
     with still_generator():
         real = materialize_tensor(entries[name])
         assert materialize_tensor(entries[name]) is real, "a second call gave another object (C3)"
@@ -341,7 +342,9 @@ def _children_shuffled(pair: Pair, rnd: random.Random) -> None:
 
 def _one_child(pair: Pair, rnd: random.Random) -> None:
     """Only one module: it is equal, and what it shares no storage with is still deferred."""
-    paths = [p for p, m in pair.eager.named_modules() if p and next(_tensors_of(m), None) is not None]
+    paths = [
+        p for p, m in pair.eager.named_modules() if p and next(_tensors_of(m), None) is not None
+    ]
     if not paths:
         return
     path = rnd.choice(paths)
@@ -365,7 +368,7 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _interleaved(pair: Pair, rnd: random.Random) -> None:
-    """Seeds and draws of the program between the parts, as in a program that does other things too."""
+    """Seeds and draws between the parts, as in a program that does other things too."""
     slots = _slots(pair.deferred)
     rnd.shuffle(slots)
     for entries, name in slots:
@@ -382,14 +385,14 @@ def _threads(pair: Pair, rnd: random.Random) -> None:
     in_threads([_share(children[k::4]) for k in range(4)])
 
 
-def _share(modules: List[nn.Module]) -> Step:
+def _share(modules: list[nn.Module]) -> Step:
     return lambda: [materialize_module(module) for module in modules]
 
 
-def in_threads(steps: List[Step]) -> List[Any]:
+def in_threads(steps: list[Step]) -> list[Any]:
     """Run all steps at once, each on its own thread; give results, or raise the first error."""
-    results: List[Any] = [None] * len(steps)
-    errors: List[BaseException] = []
+    results: list[Any] = [None] * len(steps)
+    errors: list[BaseException] = []
     start = threading.Barrier(len(steps))
 
     def work(index: int) -> None:
@@ -409,7 +412,7 @@ def in_threads(steps: List[Step]) -> List[Any]:
     return results
 
 
-ORDERS: Dict[str, Callable[[Pair, random.Random], None]] = {
+ORDERS: dict[str, Callable[[Pair, random.Random], None]] = {
     "whole": _whole,
     "reversed": _tensors_reversed,
     "shuffled": _tensors_shuffled,
@@ -429,7 +432,9 @@ def settle(pair: Pair, order: str, seed: int = 0) -> Pair:
     return pair
 
 
-def verify(fn: Callable[..., Any], *args: Any, seed: int = 0, order: str = "whole", **kw: Any) -> Pair:
+def verify(
+    fn: Callable[..., Any], *args: Any, seed: int = 0, order: str = "whole", **kw: Any
+) -> Pair:
     """Build both, materialise in `order`, compare."""
     return settle(both(fn, *args, seed=seed, **kw), order, seed)
 
@@ -443,7 +448,7 @@ def verify_orders(fn: Callable[..., Any], *args: Any, seed: int = 0, **kw: Any) 
             raise AssertionError(f"in the order {order!r}: {error}") from error
 
 
-def verify_values(fn: Callable[[], Dict[str, Any]], seed: int = 0) -> None:
+def verify_values(fn: Callable[[], dict[str, Any]], seed: int = 0) -> None:
     """`verify` a function that returns a dict, its values materialised in several orders."""
     names = list(both(fn, seed=seed).eager)
     for number in range(0, 1 + 2 * len(names), 1 + len(names) // 3):
@@ -471,7 +476,7 @@ def _assert_same_gradients(eager: Any, deferred: Any) -> None:
             assert mine is None or raw(mine) == raw(other), f"gradient {other}, in eager {mine}"
 
 
-def gradients(outputs: List[torch.Tensor], leaves: List[torch.Tensor]) -> List[Optional[torch.Tensor]]:
+def gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """Gradient of the sum of all outputs for each leaf, None where they do not meet."""
     total = sum(o.float().sum() if not o.is_complex() else o.abs().sum() for o in outputs)
     return list(torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True))

@@ -16,7 +16,12 @@ from torch import nn
 
 from tests.equality import assert_equal, both, materialize
 from tests.zoo import language
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 
 MIB = 1 << 20
 
@@ -63,8 +68,10 @@ def test_one_part_of_a_large_model_costs_that_part():
 
 @needs_proc
 def test_casting_never_holds_both_models():
-    """Sixteen float32 tensors of 4 MiB, cast to bfloat16: the float32 model is never there whole."""
-    model = deferred_init(lambda: nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    """Sixteen float32 tensors of 4 MiB cast to bfloat16: the float32 model is never whole."""
+    model = deferred_init(
+        lambda: nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+    )
     model.to(torch.bfloat16)
     gc.collect()
     before = resident()

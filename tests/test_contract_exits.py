@@ -10,13 +10,22 @@ from torch import nn
 
 from tests.equality import assert_equal, both, in_threads, materialize, verify
 from tests.zoo import language
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchcompat.fake import fake_mode, is_fake
 
 # What must be the same objects before and after; patched attributes show here.
 WATCHED = {
-    torch: "tensor as_tensor manual_seed get_rng_state set_rng_state Tensor FloatTensor empty zeros randn".split(),
-    torch.Tensor: "data __new__ __deepcopy__ numpy tolist cuda to new __repr__ _make_subclass".split(),
+    torch: (
+        "tensor as_tensor manual_seed get_rng_state set_rng_state Tensor FloatTensor empty zeros"
+    ).split(),
+    torch.Tensor: (
+        "data __new__ __deepcopy__ numpy tolist cuda to new __repr__ _make_subclass"
+    ).split(),
     torch.cuda: ["_lazy_init", "is_available"],
     torch.nn.init: ["trunc_normal_", "normal_", "orthogonal_"],
     nn.Parameter: ["__new__", "__deepcopy__", "__instancecheck__"],
@@ -29,7 +38,11 @@ MISSING = object()
 
 
 def snapshot():
-    found = {(owner, name): getattr(owner, name, MISSING) for owner, names in WATCHED.items() for name in names}
+    found = {
+        (owner, name): getattr(owner, name, MISSING)
+        for owner, names in WATCHED.items()
+        for name in names
+    }
     own = {(owner, name): name in vars(owner) for owner, names in WATCHED.items() for name in names}
     return found, own, torch.empty(0).device, torch.get_default_dtype(), type(torch.zeros(1))
 
@@ -141,7 +154,9 @@ def test_other_threads_see_nothing_of_a_recording():
 
     def watch():
         assert inside.wait(20)
-        seen.extend([torch.zeros(3), nn.Linear(2, 2).weight, torch.tensor([1.0]), torch.Tensor(2, 2)])
+        seen.extend(
+            [torch.zeros(3), nn.Linear(2, 2).weight, torch.tensor([1.0]), torch.Tensor(2, 2)]
+        )
         done.set()
 
     worker = threading.Thread(target=watch)
@@ -154,7 +169,7 @@ def test_other_threads_see_nothing_of_a_recording():
 
 
 def test_threads_record_at_once():
-    """Each on its own stream of structure; the shared generator makes the values theirs to sort out."""
+    """They share the visible generator, so the values depend on the race; all else must not."""
     before = snapshot()
     models = in_threads([lambda: deferred_init(language.GPT)] * 4)
     assert snapshot() == before

@@ -1,4 +1,4 @@
-"""C3: ties stay ties, views share storage with their base, and asking twice gives the same object."""
+"""C3: ties stay ties, views share storage with their base, asking twice gives one object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from torch import nn
 
 from tests.equality import assert_equal, both, in_threads, materialize, storage_pointer, verify
 from tests.zoo import habits, language
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchcompat.fake import is_fake
 
 

@@ -11,7 +11,12 @@ from torch import nn
 
 from tests.equality import ORDERS, RELEASE, assert_equal, both, materialize, settle
 from tests.zoo import habits, language
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 
 
 def small():
@@ -182,7 +187,7 @@ def test_pickle_works_or_says_why_not():
             assert_equal(pair.eager, materialize(pickle.loads(data)))
 
 
-# --- loading -----------------------------------------------------------------------------------------------
+# Loading
 
 
 def saved():
@@ -235,7 +240,9 @@ def test_strict_loading_refuses_as_eager_does():
 
 
 @pytest.mark.parametrize("assign", ASSIGN)
-@pytest.mark.parametrize("keys", [("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")])
+@pytest.mark.parametrize(
+    "keys", [("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")]
+)
 def test_load_into_a_tied_model(keys, assign):
     pair = both(habits.tied_embedding_and_head)
     value = torch.arange(28.0).reshape(7, 4)
@@ -324,4 +331,6 @@ def test_materialised_module_changes_like_any_other():
         rescale(model.half().float())
         rebuild(model)
     materialize_module(pair.deferred)
-    assert [p.shape for p in pair.eager.parameters()] == [p.shape for p in pair.deferred.parameters()]
+    assert [p.shape for p in pair.eager.parameters()] == [
+        p.shape for p in pair.deferred.parameters()
+    ]

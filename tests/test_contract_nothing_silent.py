@@ -18,7 +18,7 @@ from torchcompat.deferred_init import (
 )
 from torchcompat.fake import fake_mode, is_fake, meta_like
 
-# --- operators without a meta kernel -----------------------------------------------------------------------
+# Operators without a meta kernel
 
 UNCOMMON = {
     "multinomial": lambda: torch.multinomial(torch.tensor([0.2, 0.8]), 6, replacement=True),
@@ -89,7 +89,7 @@ def test_operator_without_meta_kernel_in_place_on_a_parameter():
     verify(build)
 
 
-# --- real tensors as arguments -----------------------------------------------------------------------------
+# Real tensors as arguments
 
 MARKERS = ("changed", "modified", "written")
 
@@ -252,7 +252,7 @@ def test_foreach_over_real_and_deferred_tensors():
     assert_equal(eager, materialize_tensor(deferred))
 
 
-# --- errors ------------------------------------------------------------------------------------------------
+# Errors
 
 BROKEN = {
     "matmul": lambda: torch.zeros(2, 3) @ torch.zeros(2, 3),
@@ -373,7 +373,7 @@ def test_failed_replay_can_be_repeated_and_leaves_the_rest_alone():
     assert_equal(eager.bias, materialize_tensor(layer.bias))
 
 
-# --- custom operators --------------------------------------------------------------------------------------
+# Custom operators
 
 
 @pytest.fixture(scope="module")
@@ -432,10 +432,14 @@ def test_custom_operator_without_autograd_formula(custom):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.manual_seed(0)
-            weight, out = call(lambda: (lambda w: (w, custom.twice(w)))(nn.Parameter(torch.randn(3))))
+            weight, out = call(
+                lambda: (lambda w: (w, custom.twice(w)))(nn.Parameter(torch.randn(3)))
+            )
             weight, out = materialize_tensor(weight), materialize_tensor(out)
             grad = _backward(weight, out)
-            results.append((out, weight, grad, {str(w.message).partition("\n")[0][:60] for w in caught}))
+            results.append(
+                (out, weight, grad, {str(w.message).partition("\n")[0][:60] for w in caught})
+            )
     eager, deferred = results
     assert_equal(eager[:2], deferred[:2])
     assert type(eager[2]) is type(deferred[2])
@@ -449,7 +453,7 @@ def _backward(weight, out):
         return error
 
 
-# --- devices that are not there ----------------------------------------------------------------------------
+# Devices that are not there
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

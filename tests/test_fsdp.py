@@ -1,10 +1,12 @@
 """torch's own FSDP takes the deferred path through `torchdistx` and ends where eager FSDP ends.
 
-Two gloo processes on the CPU build each model twice, eagerly and deferred, wrap both alike, and compare
-shards, forward and one training step. What torch itself can do on a CPU depends on the release:
+Two gloo processes on the CPU build each model twice, eagerly and deferred, wrap both alike, and
+compare shards, forward and one training step. What torch itself can do on a CPU depends on the
+release:
 
 - 1.13 and 2.0 ask for CUDA while wrapping, so there the functions around the hook are called;
-- in 2.0 the hook is dead (a generator is exhausted before it asks `is_fake`): users give `param_init_fn`;
+- in 2.0 the hook is dead (a generator is exhausted before it asks `is_fake`): users give
+  `param_init_fn`;
 - 2.1 wraps, but its forward fails in torch; from 2.2 on everything runs;
 - `fully_shard` exists in its final place from 2.6 on, and its forward runs on a CPU from 2.7 on.
 """
@@ -55,11 +57,13 @@ CASES = {
         {nn.TransformerEncoderLayer},
         language.numbers(2, 3, 8),
     ),
-    "plain": Case(lambda: nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), {nn.Linear}, language.numbers(2, 7)),
+    "plain": Case(
+        lambda: nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), {nn.Linear}, language.numbers(2, 7)
+    ),
 }
 
 
-# --- two processes -----------------------------------------------------------------------------------------
+# Two processes
 
 
 def join(rank, folder, works):
@@ -176,6 +180,7 @@ def through_the_hook():
 def through_param_init_fn():
     """As in torch's own meta-device tests: materialise module by module below FSDP instances."""
     from torch.distributed.fsdp import FullyShardedDataParallel
+
     from torchdistx import deferred_init as module
 
     def init(part):
@@ -193,7 +198,7 @@ def through_param_init_fn():
 
 
 def by_hand():
-    """Inner modules wrapped first, one by one, some built eagerly and some deferred, one ignored."""
+    """Inner modules wrapped first, some built eagerly and some deferred, one ignored."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 
     cpu = torch.device("cpu")
@@ -222,7 +227,7 @@ def test_fsdp(work, endings):
     assert_ended_well(endings, work)
 
 
-# --- FSDP2 -------------------------------------------------------------------------------------------------
+# FSDP2
 
 
 def shard(case, model, **kwargs):
@@ -272,7 +277,12 @@ def test_fully_shard(endings):
     assert_ended_well(endings, fully_sharded)
 
 
-WORKS = {through_the_hook: (2, 1), through_param_init_fn: (2, 1), by_hand: (2, 1), fully_sharded: (2, 6)}
+WORKS = {
+    through_the_hook: (2, 1),
+    through_param_init_fn: (2, 1),
+    by_hand: (2, 1),
+    fully_sharded: (2, 6),
+}
 
 
 PUT_TOGETHER = """
@@ -333,7 +343,7 @@ def test_shards_of_all_ranks_put_together_are_the_eager_model(run_python):
     run_python(PUT_TOGETHER)
 
 
-# --- one process -------------------------------------------------------------------------------------------
+# One process
 
 
 @sharding
@@ -362,6 +372,7 @@ def needs_materialising(module):
 
 def materialise_as_torch_does(module):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+
     from torchdistx import deferred_init as alias
 
     if RELEASE >= (2, 0):  # its own hook never says yes, so this is what users are told to pass

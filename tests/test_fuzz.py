@@ -42,7 +42,9 @@ def test_longer_programs_come_out_as_eager(series):
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda construct: [v * 1.5 if isinstance(v, programs.torch.Tensor) else v for v in construct()],
+        lambda construct: [
+            v * 1.5 if isinstance(v, programs.torch.Tensor) else v for v in construct()
+        ],
         lambda construct: (construct(), programs.torch.rand(1))[0],
     ],
     ids=["values", "generator"],
@@ -61,5 +63,14 @@ def test_a_wrong_implementation_is_found_and_cut_down(monkeypatch, wrong):
 
 def test_programs_use_the_whole_grammar():
     text = "\n".join(str(programs.write(random.Random(f"use {n}"), size=30)) for n in range(150))
-    for used in ("nn.Linear", ".data = ", "deepcopy", ".item()", "manual_seed", "no_grad", ".set_(", "except"):
+    for used in (
+        "nn.Linear",
+        ".data = ",
+        "deepcopy",
+        ".item()",
+        "manual_seed",
+        "no_grad",
+        ".set_(",
+        "except",
+    ):
         assert used in text, used

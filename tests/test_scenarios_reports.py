@@ -1,7 +1,7 @@
 """Situations from public bug reports, one test for each row of the list the project starts from.
 
-The reports are named where they are restated; the code is ours. Where a whole kind is tested elsewhere
-(`test_contract_*`), the row here is the case as it was reported.
+The reports are named where they are restated; the code is ours. Where a whole kind is tested
+elsewhere (`test_contract_*`), the row here is the case as it was reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from tests.equality import (
     walk,
 )
 from tests.zoo import habits, language, vision
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module, materialize_tensor
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchcompat.fake import is_fake
 
 Bag = habits.Bag
@@ -222,7 +227,9 @@ def test_copying_a_checkpoint_into_a_tied_model_keeps_the_tie(keys):
 @pytest.mark.parametrize("order", ORDERS)
 def test_checkpoint_that_misses_keys(order):
     pair = both(language.Llama)
-    state = {k: torch.zeros_like(v) for k, v in pair.eager.state_dict().items() if "layers.1" not in k}
+    state = {
+        k: torch.zeros_like(v) for k, v in pair.eager.state_dict().items() if "layers.1" not in k
+    }
     for model in pair:
         model.load_state_dict({k: v.clone() for k, v in state.items()}, strict=False)
     settle(pair, order)
@@ -428,7 +435,10 @@ def test_checkpoint_read_from_raw_bytes(tmp_path):
     header, blob = {}, b""
     for name, value in values.items():
         data = value.numpy().tobytes()
-        header[name] = {"shape": list(value.shape), "data_offsets": [len(blob), len(blob) + len(data)]}
+        header[name] = {
+            "shape": list(value.shape),
+            "data_offsets": [len(blob), len(blob) + len(data)],
+        }
         blob += data
     text = json.dumps(header).encode()
     path = tmp_path / "model.safetensors"
@@ -501,7 +511,9 @@ def test_custom_operator_without_autograd_formula_on_parameters():
 # what torchdistx gets wrong (DESIGN section 11)
 
 
-@pytest.mark.parametrize("build", [language.GPT, language.Llama, vision.ResNet, vision.Swin, vision.ViT])
+@pytest.mark.parametrize(
+    "build", [language.GPT, language.Llama, vision.ResNet, vision.Swin, vision.ViT]
+)
 def test_models_that_initialise_twice(build):
     for seed in range(2):
         verify(build, seed=seed, order="by child")

@@ -18,7 +18,9 @@ from tests.zoo import audio, habits, language, vision
 from torchcompat.deferred_init import deferred_init
 
 MODELS = [
-    pytest.param(model, id=model.name, marks=[pytest.mark.filterwarnings(w) for w in model.warnings])
+    pytest.param(
+        model, id=model.name, marks=[pytest.mark.filterwarnings(w) for w in model.warnings]
+    )
     for model in language.MODELS + vision.MODELS + audio.MODELS + habits.MODELS
     if model.since <= RELEASE
 ]

@@ -1,7 +1,8 @@
 """The long fuzz session: `python -m tests.fuzz --programs 10000 [--seed N] [--first N]`.
 
-Program number k of a seed is always the same, so a crash is repeated with `--first k --programs 1`.
-Programs that come out different are cut down and printed as Python; the exit status is 1 if there are any.
+Program number k of a seed is always the same, so a crash is repeated with `--first k --programs
+1`. Programs that come out different are cut down and printed as Python; the exit status is 1 if
+there are any.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Writing random constructor programs that eager torch accepts.
 
-A statement is made from a template: `{x}` stands for a live tensor, `{new}` for a fresh name, `{n}` for a
-number, and so on. Each statement is tried at once in a live eager namespace; what torch refuses is left
-out, or kept as a statement that must fail. So the grammar knows no rule of torch, and yet every program
-is valid. The random source only needs the methods of `random.Random`, so hypothesis can drive it too.
+A statement is made from a template: `{x}` stands for a live tensor, `{new}` for a fresh name,
+`{n}` for a number, and so on. Each statement is tried at once in a live eager namespace; what
+torch refuses is left out, or kept as a statement that must fail. So the grammar knows no rule of
+torch, and yet every program is valid. The random source only needs the methods of
+`random.Random`, so hypothesis can drive it too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,32 @@ from typing import Any
 import torch
 from torch import nn
 
-SHAPES = ("()", "(1,)", "(3,)", "(16,)", "(17,)", "(35,)", "(2, 3)", "(4, 4)", "(2, 2, 3)", "(0, 2)", "(3, 8)")
+SHAPES = (
+    "()",
+    "(1,)",
+    "(3,)",
+    "(16,)",
+    "(17,)",
+    "(35,)",
+    "(2, 3)",
+    "(4, 4)",
+    "(2, 2, 3)",
+    "(0, 2)",
+    "(3, 8)",
+)
 NUMBERS = ("0", "1", "-1", "2", "0.5", "-0.75", "3.25", "1e-3")
-DTYPES = ("float32", "float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool", "complex64")
+DTYPES = (
+    "float32",
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "uint8",
+    "bool",
+    "complex64",
+)
 
 FACTORIES = """
 {new} = torch.zeros({s})
@@ -276,7 +300,15 @@ nn.init.normal_({m}.weight)
 nn.init.zeros_({m}.bias)
 """
 
-INSIDE = ((FACTORIES, 6), (VIEWS, 6), (INPLACE, 8), (VALUES, 5), (READS, 2), (SEEDS, 1), (MODULES, 4))
+INSIDE = (
+    (FACTORIES, 6),
+    (VIEWS, 6),
+    (INPLACE, 8),
+    (VALUES, 5),
+    (READS, 2),
+    (SEEDS, 1),
+    (MODULES, 4),
+)
 AFTER = ((INPLACE, 5), (VIEWS, 3), (VALUES, 3), (MODULES, 3), (FACTORIES, 1), (READS, 1))
 
 # Errors that depend on shapes and autograd state alone: recording must raise them too.

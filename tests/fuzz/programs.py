@@ -1,9 +1,9 @@
 """A program is a list of statements; running it eagerly and deferred must give the same.
 
-It has three parts: statements before the construction (they make real tensors), the constructor itself, and
-statements after it, which work on what the constructor returned. Then the kept values are materialised in a
-random order, with draws in between, and compared bit for bit with `tests.equality`, gradients, generator
-states and Python values included.
+It has three parts: statements before the construction (they make real tensors), the constructor
+itself, and statements after it, which work on what the constructor returned. Then the kept values
+are materialised in a random order, with draws in between, and compared bit for bit with
+`tests.equality`, gradients, generator states and Python values included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 @contextlib.contextmanager
 def every_warning_an_error() -> Iterator[None]:
-    """Also those that torch gives only once a process, on which a program would depend otherwise."""
+    """Also those that torch gives once a process, or a program would depend on earlier ones."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -149,7 +149,7 @@ def eagerly(construct: Callable[[], Any]) -> Any:
 
 
 def check(program: Program, call: Callable[[Callable[[], Any]], Any] | None = None) -> None:
-    """Fail unless the run of `program` through `call`, `deferred_init` by default, is the eager one."""
+    """Fail unless `program` through `call`, `deferred_init` by default, ends as the eager run."""
     eager = run(program, eagerly)
     deferred = run(program, call or deferred_init)
     assert deferred.states == eager.states, "a generator is not where eager leaves it"

@@ -1,7 +1,7 @@
 """Models in the styles found in public code, written for this suite in plain `torch.nn`.
 
-A `Model` says how to build it, how to call it, and how much of it a constructor must leave deferred.
-Sizes are tiny: what matters is which operators a constructor uses, and in which order.
+A `Model` says how to build it, how to call it, and how much of it a constructor must leave
+deferred. Sizes are tiny: what matters is which operators a constructor uses, and in which order.
 """
 
 from __future__ import annotations

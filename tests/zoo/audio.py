@@ -1,4 +1,6 @@
-"""Speech, sequence and state-space models: weight norm, codebooks, formulas for decay rates, complex weights."""
+"""Speech, sequence and state-space models: weight norm, codebooks, formulas for decay rates,
+complex weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DEPRECATED_NORM = ("ignore:.*weight_norm.*is deprecated",)
 
 
 class PositionalConv(nn.Module):
-    """wav2vec: a grouped convolution drawn by hand, then put under weight norm over its last dim."""
+    """wav2vec: a grouped convolution drawn by hand, then weight norm over its last dim."""
 
     def __init__(self):
         super().__init__()
@@ -57,12 +59,16 @@ class SpectrogramStem(nn.Module):
     def __init__(self, size: int = 16):
         super().__init__()
         window = torch.hann_window(size, periodic=True)
-        angles = 2 * math.pi * torch.arange(size)[:, None] * torch.arange(size // 2 + 1)[None] / size
+        angles = (
+            2 * math.pi * torch.arange(size)[:, None] * torch.arange(size // 2 + 1)[None] / size
+        )
         self.register_buffer("basis", torch.stack([angles.cos(), -angles.sin()]) * window[:, None])
         points = torch.linspace(0, size / 2, 6)
         slopes = points.unsqueeze(0) - torch.arange(size // 2 + 1).unsqueeze(1)
         down, up = -slopes[:, :-2] / 2, slopes[:, 2:] / 2
-        self.register_buffer("bank", torch.max(torch.zeros(1), torch.min(down, up)), persistent=False)
+        self.register_buffer(
+            "bank", torch.max(torch.zeros(1), torch.min(down, up)), persistent=False
+        )
         self.conv = nn.Conv1d(4, 4, 3, padding=1)
 
     def forward(self, x):
@@ -71,7 +77,9 @@ class SpectrogramStem(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Decay rates as logs of integers, a step bias through the inverse of softplus, marked parameters."""
+    """Decay rates as logs of integers, a step bias through the inverse of softplus, marked
+    parameters.
+    """
 
     def __init__(self, inner: int = 8, state: int = 4):
         super().__init__()
@@ -91,9 +99,8 @@ class Mamba(nn.Module):
         self.D._no_weight_decay = True
         for module in self.modules():
             bias = getattr(module, "bias", None)
-            if isinstance(module, nn.Linear) and bias is not None:
-                if not getattr(bias, "_no_reinit", False):
-                    nn.init.zeros_(bias)
+            if isinstance(module, nn.Linear) and not getattr(bias, "_no_reinit", bias is None):
+                nn.init.zeros_(bias)
         with torch.no_grad():
             self.in_proj.weight /= math.sqrt(2)
 

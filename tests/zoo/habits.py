@@ -29,7 +29,7 @@ class Bag(nn.Module):
             setattr(self, name, value)
 
 
-# --- ties --------------------------------------------------------------------------------------------------
+# Ties
 
 
 def tied_embedding_and_head():
@@ -79,7 +79,7 @@ def transposed_view_as_parameter():
     return base
 
 
-# --- data moves --------------------------------------------------------------------------------------------
+# Data moves
 
 
 def clone_before_change():
@@ -158,7 +158,7 @@ def load_one_part_into_another():
     return target
 
 
-# --- wrappers that rewrite parameters ----------------------------------------------------------------------
+# Wrappers that rewrite parameters
 
 
 def old_weight_norm():
@@ -245,7 +245,7 @@ def quantized_weights():
     return layer
 
 
-# --- initialisers and legacy constructors ------------------------------------------------------------------
+# Initialisers and legacy constructors
 
 
 def every_initialiser():
@@ -331,7 +331,7 @@ def constants():
     return bag
 
 
-# --- values read by the constructor ------------------------------------------------------------------------
+# Values read by the constructor
 
 
 def depth_by_lot():
@@ -374,7 +374,7 @@ def layer_dropout_by_python_random():
     return nn.ModuleList(nn.Linear(3, 3) for _ in range(6) if random.random() > 0.4)
 
 
-# --- seeds and generators ----------------------------------------------------------------------------------
+# Seeds and generators
 
 
 def seeds_inside():
@@ -444,7 +444,7 @@ def every_random_op():
     return bag
 
 
-# --- where tensors are kept --------------------------------------------------------------------------------
+# Where tensors are kept
 
 
 def plain_attributes():

@@ -1,4 +1,6 @@
-"""Language models: GPT-2, Llama, T5, BERT, mup and Megatron shapes, with the initialisation each is known for."""
+"""Language models: GPT-2, Llama, T5, BERT, mup and Megatron shapes, with the initialisation each
+is known for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def mask_out(scores: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(~keep, float("-inf"))
 
 
-# --- GPT-2: one fused projection, a causal mask buffer, normal init scaled for the residual stream -------
+# GPT-2: one fused projection, a causal mask buffer, normal init scaled for the residual stream
 
 
 class GPTAttention(nn.Module):
@@ -58,7 +60,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Every module is initialised twice: by its own constructor, then by `apply`; the head is tied."""
+    """Every module is initialised twice, by its constructor and by `apply`; the head is tied."""
 
     def __init__(self, depth: int = 2, through_data: bool = True):
         super().__init__()
@@ -95,7 +97,7 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-# --- Llama: RMS norm, rotary buffers computed by formula, grouped keys ------------------------------------
+# Llama: RMS norm, rotary buffers computed by formula, grouped keys
 
 
 class RMSNorm(nn.Module):
@@ -120,7 +122,9 @@ class Rotary(nn.Module):
         self.original_inv_freq = self.inv_freq
         angles = torch.outer(torch.arange(LENGTH, dtype=torch.float32), self.inv_freq)
         both = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos_cached", both.cos().to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer(
+            "cos_cached", both.cos().to(torch.get_default_dtype()), persistent=False
+        )
         self.register_buffer("sin_cached", both.sin()[None, None, :, :], persistent=False)
 
     def forward(self, x):
@@ -168,7 +172,9 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, depth: int = 2, groups: int = 2, scale: float | None = None, tied: bool = False):
+    def __init__(
+        self, depth: int = 2, groups: int = 2, scale: float | None = None, tied: bool = False
+    ):
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
         self.layers = nn.ModuleList(LlamaBlock(groups, scale) for _ in range(depth))
@@ -196,7 +202,9 @@ class Llama(nn.Module):
 
 
 class MetaStyleLlama(Llama):
-    """The reference layout: complex rotary table, a mask filled by triu, trunc_normal_ at three sigma."""
+    """The reference layout: complex rotary table, a mask filled by triu, trunc_normal_ at three
+    sigma.
+    """
 
     def __init__(self):
         super().__init__()
@@ -213,7 +221,7 @@ class MetaStyleLlama(Llama):
                     nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
 
 
-# --- T5: one relative position table shared by all layers, factor-scaled init -----------------------------
+# T5: one relative position table shared by all layers, factor-scaled init
 
 
 class T5Attention(nn.Module):
@@ -265,7 +273,7 @@ class T5(nn.Module):
         return F.linear(x, self.shared.weight)
 
 
-# --- BERT: position_ids expanded, token types zero of the same size, a tied decoder with its own bias ------
+# BERT: position_ids expanded, token types zero of the same size, a tied decoder with its own bias
 
 
 class BertEmbeddings(nn.Module):
@@ -316,11 +324,11 @@ class Bert(nn.Module):
         return self.decoder(self.transform(self.encoder(self.embeddings(ids)))) + self.bias
 
 
-# --- mup and Megatron: attributes on parameters, rescaling, master weights cut into shards ------------------
+# Mup and Megatron: attributes on parameters, rescaling, master weights cut into shards
 
 
 class MupMLP(nn.Module):
-    """Rescales its weights in place by a fan-in ratio and marks every parameter with its base shape."""
+    """Rescales its weights in place by a ratio and marks every parameter with its base shape."""
 
     def __init__(self, width: int = 24, base: int = 8):
         super().__init__()

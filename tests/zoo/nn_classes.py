@@ -1,7 +1,7 @@
 """Every module class of `torch.nn`, with arguments that reach each branch of its constructor.
 
-`CASES` maps a class name to calls; `ABSTRACT` lists the classes that are not for building. A class of
-the running release that stands in neither fails `test_zoo_nn.py`.
+`CASES` maps a class name to calls; `ABSTRACT` lists the classes that are not for building. A
+class of the running release that stands in neither fails `test_zoo_nn.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def call(*args: Any, **kwargs: Any) -> Build:
 
 
 def _all_of(names: str, *builds: Build) -> dict[str, tuple[Build, ...]]:
-    return {name: builds for name in names.split()}
+    return dict.fromkeys(names.split(), builds)
 
 
 def _blocks() -> list[nn.Module]:
@@ -57,9 +57,10 @@ PLAIN["LinearCrossEntropyLoss"] = (
 POOLS = _all_of(
     """AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d
     AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d ChannelShuffle CircularPad1d CircularPad2d
-    CircularPad3d LocalResponseNorm MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d MaxUnpool2d MaxUnpool3d
-    PixelShuffle PixelUnshuffle ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d
-    ReplicationPad2d ReplicationPad3d Unfold ZeroPad1d ZeroPad2d ZeroPad3d""",
+    CircularPad3d LocalResponseNorm MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d MaxUnpool2d
+    MaxUnpool3d PixelShuffle PixelUnshuffle ReflectionPad1d ReflectionPad2d ReflectionPad3d
+    ReplicationPad1d ReplicationPad2d ReplicationPad3d Unfold ZeroPad1d ZeroPad2d ZeroPad3d
+    """,
     call(2),
 )
 POOLS.update(_all_of("LPPool1d LPPool2d LPPool3d", call(2, 3)))
@@ -80,7 +81,10 @@ for _d in "123":
         call(2, 2, 1, dtype=torch.float64),
         call(2, 2, 1, dtype=torch.bfloat16),
     )
-    CONVS[f"ConvTranspose{_d}d"] = (call(3, 4, 3), call(4, 4, 2, groups=2, output_padding=0, bias=False))
+    CONVS[f"ConvTranspose{_d}d"] = (
+        call(3, 4, 3),
+        call(4, 4, 2, groups=2, output_padding=0, bias=False),
+    )
     CONVS[f"LazyConv{_d}d"] = (call(4, 3), call(4, 3, bias=False))
     CONVS[f"LazyConvTranspose{_d}d"] = (call(4, 3), call(4, 3, bias=False))
 
@@ -178,9 +182,7 @@ CONTAINERS = {
         lambda cls: cls([nn.Parameter(torch.randn(3)), nn.Parameter(torch.ones(2), False)]),
         lambda cls: cls([torch.randn(3), torch.zeros(2)]),
     ),
-    "ParameterDict": (
-        lambda cls: cls({"a": nn.Parameter(torch.randn(3)), "b": torch.rand(2)}),
-    ),
+    "ParameterDict": (lambda cls: cls({"a": nn.Parameter(torch.randn(3)), "b": torch.rand(2)}),),
     "DataParallel": (lambda cls: cls(nn.Linear(3, 2)),),
 }
 

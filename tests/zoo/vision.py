@@ -1,4 +1,6 @@
-"""Vision models: ViT, Swin, ResNet, ConvNeXt, U-Net and detector shapes, initialised as in public code."""
+"""Vision models: ViT, Swin, ResNet, ConvNeXt, U-Net and detector shapes, initialised as in public
+code.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +244,9 @@ class UNet(nn.Module):
             ("variance", torch.log((betas * (1 - before) / (1 - alphas)).clamp(min=1e-20))),
         ):
             self.register_buffer(name, value.to(torch.float32))
-        self.register_buffer("freqs", torch.exp(-math.log(1e4) * torch.arange(4) / 4), persistent=False)
+        self.register_buffer(
+            "freqs", torch.exp(-math.log(1e4) * torch.arange(4) / 4), persistent=False
+        )
         self.fourier = nn.Parameter(torch.randn(4) * 16.0, requires_grad=False)
         self.down = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.GroupNorm(2, 8)
@@ -256,7 +260,7 @@ class UNet(nn.Module):
 
 
 class Detector(nn.Module):
-    """Anchors and offsets computed from shapes, a focal bias prior, a frozen batch norm of buffers."""
+    """Anchors and offsets computed from shapes, a focal bias prior, a frozen batch norm."""
 
     def __init__(self):
         super().__init__()
