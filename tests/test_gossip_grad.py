@@ -212,7 +212,7 @@ def on_eight(rank, folder):
 def start(ranks, body, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gossip")
     run_ranks(ranks, body, folder)
-    return [torch.load(folder / f"found-{rank}") for rank in range(ranks)]
+    return [torch.load(folder / f"found-{rank}", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
