@@ -7,6 +7,7 @@ promise, look at those. All scenarios share one start, since starting costs more
 from __future__ import annotations
 
 import copy
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -21,6 +22,7 @@ from torch import nn
 from torchcompat import _gate
 
 RANKS, STEPS, FREQ = 4, 20, 4
+LIMIT = 300  # seconds, of which a machine with nothing else to do needs ten
 FSDP_ON_CPU = (2, 2)  # before it FSDP's streams and events are CUDA's own
 
 
@@ -33,7 +35,7 @@ def run_ranks(ranks, body, folder):
     ]
     for process in processes:
         process.start()
-    running, deadline = list(processes), time.monotonic() + 120
+    running, deadline = list(processes), time.monotonic() + LIMIT
     while running and time.monotonic() < deadline:
         connection.wait([process.sentinel for process in running], timeout=5)
         if any(process.exitcode for process in processes):
@@ -54,12 +56,16 @@ def _join(rank, ranks, body, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    try:
-        body(rank, folder)
-        dist.barrier()
-    except BaseException:
-        (folder / f"failed-{rank}").write_text(traceback.format_exc())
-        raise
+    note = folder / f"failed-{rank}"
+    with note.open("w") as stacks:
+        faulthandler.dump_traceback_later(LIMIT - 20, file=stacks)
+        try:
+            body(rank, folder)
+            dist.barrier()
+        except BaseException:
+            note.write_text(traceback.format_exc())
+            raise
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
