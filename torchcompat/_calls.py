@@ -98,10 +98,10 @@ def covers(value: Value) -> bool:
     same = mine.dtype == root.dtype and mine.numel == root.numel and mine.offset == root.offset
     if not same:
         return False
-    return (mine.size, mine.stride) == (root.size, root.stride) or (_dense(mine) and _dense(root))
+    return (mine.size, mine.stride) == (root.size, root.stride) or (dense(mine) and dense(root))
 
 
-def _dense(g: Geometry) -> bool:
+def dense(g: Geometry) -> bool:
     """Tell whether elements lie side by side, in whatever order of dimensions."""
     step = 1
     for stride, size in sorted((t, s) for s, t in zip(g.size, g.stride) if s != 1):
@@ -231,17 +231,15 @@ def _rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan.name == "set_" and len(args) > 1:
         source = args[1]
         if not isinstance(source, torch.Tensor):  # a storage: memory that exists
+            if source.nbytes() and not source.data_ptr():
+                raise RuntimeError("set_ with the storage of a deferred tensor: pass the tensor itself")
             with autograd_hooks.quiet():
                 made = torch.empty(0, dtype=fake.dtype, device="cpu")
                 made = plan.func(made, *args[1:], **kwargs)
             return fix(fake, constant(made))
         if isinstance(source, FakeTensor):
             base = source._value
-            if len(args) == 2:
-                return fix(fake, Value(base.storage, base.geometry, base))
-            offset, size, stride = (*args[2:], ())[:3]
-            stride = stride or _infer.contiguous(size, fake.dtype, fake.device).stride
-            return fix(fake, strided(base, size, stride, offset))
+            return fix(fake, Value(base.storage, base.geometry, base))
         return fix(fake, constant(plan.func(torch.empty_like(source), *args[1:], **kwargs)))
     handle = _infer.shadow(value).detach()
     with autograd_hooks.quiet():
@@ -252,6 +250,13 @@ def _rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     if g.reach > value.storage.root.reach:
         return fix(fake, _grown(value, g))
     return fix(fake, strided(value, g.size, g.stride, g.offset))
+
+
+def set_strided(fake: Any, source: Any, offset: int, size: Any, stride: Any = None) -> Any:
+    """Serve ``fake.set_(source, offset, size, stride)``."""
+    base = source._value
+    stride = stride or _infer.contiguous(size, fake.dtype, fake.device).stride
+    return fix(fake, strided(base, size, stride, offset + base.geometry.offset))
 
 
 def fix(fake: Any, value: Value) -> Any:
@@ -289,6 +294,21 @@ def _grown(value: Value, g: Geometry) -> Value:
     op.reads, op.made = (value,), (storage,)
     storage.writers.append(op)
     return Value(storage, g)
+
+
+def _flat(results: Any) -> Any:
+    return results if isinstance(results, (list, tuple)) else (results,)
+
+
+def _require_within(g: Geometry, root: Geometry) -> None:
+    """Refuse a view that reaches beyond its memory, as torch does."""
+    size = torch.empty(0, dtype=root.dtype, device="cpu").element_size()
+    wanted = g.reach * torch.empty(0, dtype=g.dtype, device="cpu").element_size()
+    if g.numel and wanted > root.reach * size:
+        raise RuntimeError(
+            f"sizes {list(g.size)}, strides {list(g.stride)}, storage offset {g.offset} need a storage "
+            f"of {wanted} bytes, which is out of bounds for storage of size {root.reach * size}"
+        )
 
 
 class Outputs:
@@ -337,18 +357,24 @@ class Outputs:
 
     def _discover(self) -> Any:
         """Learn the shapes by running the operator on computed values."""
-        if not self.plan.random:
-            return run(self.plan, self.args, self.kwargs)
-        assert self.op is not None
         generator = self.kwargs.get("generator") or streams.default_generator(self.device)
-        self.op.position = streams.where(generator)
+        if self.op is None or generator is None:
+            return run(self.plan, self.args, self.kwargs)
+        # Whether an operator from elsewhere draws is told by the generator alone.
+        streams.expose(generator)
+        before = streams.get_state(generator)
         result = run(self.plan, self.args, self.kwargs)
-        self.op.after = streams.Position(streams.Origin(generator.get_state()))
-        self.op.takes_generator = self.plan.generator
+        after = streams.get_state(generator)
+        if self.plan.random or not torch.equal(before, after):
+            self.op.position = streams.Position(streams.Origin(before))
+            self.op.after = streams.Position(streams.Origin(after))
+            self.op.takes_generator = self.plan.generator
         return result
 
     def build(self, written: Any = (), fakes: Any = ()) -> Any:
         """Return what the caller gets, and put the call on the tape."""
+        if any(getattr(r, "layout", torch.strided) != torch.strided for r in _flat(self.results)):
+            return run(self.plan, self.args, self.kwargs)  # a tape is of dense memory
         returns = self.plan.returns
         single = not isinstance(self.results, (list, tuple))
         results = (self.results,) if single else self.results
@@ -384,6 +410,8 @@ class Outputs:
                 return self._written(source, result, tuple(shape))
             base = source._value
             geometry = _infer.located(result, base.geometry.device)
+            if self.plan.name == "as_strided" and base.storage:
+                _require_within(geometry, base.storage.root)
             value = Value(base.storage, geometry, base, self.op, len(self.made))
             self.made.append(None)
             return self._wrap(value, result)

@@ -154,6 +154,7 @@ def finish_modules(modules: list[torch.nn.Module], buffers_only: bool) -> None:
     for module in modules:
         for tensor in _own_tensors(module, buffers_only):
             if waits(tensor):
+                _require_hardware(module, tensor)
                 waiting[id(tensor)] = tensor
     if not waiting:
         return
@@ -173,6 +174,16 @@ def finish_modules(modules: list[torch.nn.Module], buffers_only: bool) -> None:
                 own = vars(module)
                 for name in [n for n in own if n not in _OWN]:
                     own[name] = _put(own[name], moved.get, 0)
+
+
+def _require_hardware(module: torch.nn.Module, tensor: torch.Tensor) -> None:
+    if fake_tensor.hardware(tensor.device.type):
+        return
+    names = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is tensor]
+    raise RuntimeError(
+        f"{type(module).__name__}.{(names or ['attribute'])[0]}, size {tuple(tensor.shape)}, is on "
+        f"{tensor.device}, and there is no such device here: it can be looked at, not materialised"
+    )
 
 
 def _put(item: Any, new: Callable[[int], Any], depth: int) -> Any:

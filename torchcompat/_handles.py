@@ -23,11 +23,24 @@ __all__ = ["alias", "dispatch", "paused"]
 aten = torch.ops.aten
 dispatch = _record.dispatch
 alias = _record.alias
+set_strided = _calls.set_strided
 
 
 def constant(tensor: torch.Tensor) -> torch.Tensor:
     """Make a fake on the memory of a real tensor."""
     return fake_tensor.wrap(_calls.constant(tensor))
+
+
+def real_data(data: Any) -> Any:
+    """Compute the fakes in nested sequences of data that a tensor is to be made of."""
+    if isinstance(data, (list, tuple)):
+        return [real_data(d) for d in data]
+    return compute(data) if fake_tensor.is_fake(data) else data
+
+
+def whole(func: Any, args: Any) -> Any:
+    """Record an operator as it was called, not as torch decomposes it for tensor subclasses."""
+    return _calls.record(plan_for(func), args, {}, list(args))
 
 
 def recording() -> bool:
@@ -85,10 +98,17 @@ def deepcopy(fake: Any, memo: dict[int, Any]) -> Any:
     if id(fake) in memo:
         return memo[id(fake)]
     value = fake._value
+    parameter = isinstance(fake, torch.nn.Parameter)
     with torch.no_grad():
-        made = fake_tensor.wrap(_copied(value, memo), type(fake))
+        if parameter:  # torch clones it, and leaves attributes and gradient behind
+            copied = aten.clone.default(fake_tensor.wrap(value))._value
+        else:
+            copied = _copied(value, memo)
+        made = fake_tensor.wrap(copied, type(fake))
     made.requires_grad_(fake.requires_grad)
     memo[id(fake)] = made
+    if parameter:
+        return made
     if fake.grad is not None:
         made.grad = copy.deepcopy(fake.grad, memo)
     for name, attribute in vars(fake).items():

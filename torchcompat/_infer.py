@@ -3,8 +3,8 @@
 From torch 2.1 on most meta kernels are written in Python: they cost 50 to 300 us, and the first one
 imports sympy and torch._dynamo, seconds that a recording has no use for. Kernels for views are
 C++ everywhere. So, in this order:
-- pointwise operators on contiguous tensors: sizes by broadcasting, the dtype from one run on
-  single elements, kept per kinds of arguments;
+- operators that keep sizes, on contiguous tensors: sizes by broadcasting, the dtype from one run
+  on single elements, kept per kinds of arguments;
 - operators on little memory whose result's shape depends on shapes alone: a trial on real zeros;
 - everything else: the operator on shadows, tensors on the ``meta`` device.
 """
@@ -22,7 +22,7 @@ from torchcompat._tape import Const, Geometry, Value, replace, tensors_in
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-_TRIAL = 1 << 18  # elements that a trial may touch
+_TRIAL = 1 << 20  # elements that a trial may touch
 _dtypes: dict[Any, torch.dtype] = {}
 # Operators whose result's shape and dtype never depend on what the tensors hold.
 _BY_SHAPE = frozenset(
@@ -41,13 +41,15 @@ _BY_SHAPE = frozenset(
 
 def geometry_of(tensor: torch.Tensor, device: torch.device | None = None) -> Geometry:
     """Describe how a tensor lies in its memory."""
-    return Geometry(
+    g = Geometry(
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.storage_offset(),
         tensor.dtype,
         device or tensor.device,
     )
+    g.conj, g.neg = tensor.is_conj(), tensor.is_neg()
+    return g
 
 
 def located(result: Any, device: torch.device) -> Geometry:
@@ -100,14 +102,41 @@ def to_meta(arg: Any) -> Any:
     return arg.detach().to(_META) if isinstance(arg, torch.Tensor) else arg
 
 
+_accepted: set[Any] = set()
+
+
+def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise what torch raises for an in-place operator with these scalars on such a tensor."""
+    key = (plan.func, geometry.dtype, *args[1:], *kwargs.items())
+    overlapping = any(t == 0 and s > 1 for t, s in zip(geometry.stride, geometry.size))
+    try:
+        if key in _accepted and not overlapping:
+            return
+    except TypeError:
+        return
+    with autograd_hooks.quiet():
+        size = [min(s, 2) for s in geometry.size]
+        one = torch.ones(size, dtype=geometry.dtype, device=_CPU)
+        if overlapping:
+            one = torch.ones(1, dtype=geometry.dtype, device=_CPU).expand(2)
+        named = {**kwargs, "generator": torch.Generator()} if plan.generator else kwargs
+        try:
+            plan.func(one, *args[1:], **named)
+        except NotImplementedError:
+            if geometry.device.type == "cpu":
+                raise
+    if len(_accepted) < 4096:
+        _accepted.add(key)
+
+
 def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return what a call returns, as tensors without content; raises what torch raises."""
     with autograd_hooks.quiet():
-        if plan.pointwise:
-            found = _pointwise(plan, args, kwargs)
+        if plan.keeps_sizes:
+            found = _keeping_sizes(plan, args, kwargs)
             if found is not None:
                 return found
-        if plan.name in _BY_SHAPE and _little(args):
+        if (plan.elementwise or plan.name in _BY_SHAPE) and _little(args):
             with contextlib.suppress(Exception):  # the shadows will say what is wrong
                 return _call(plan.func, args, kwargs, _zeros_like, _CPU)
         return _call(plan.func, args, kwargs, _shadow_of, _META)
@@ -148,10 +177,10 @@ def _little(args: Any) -> bool:
     return total <= _TRIAL
 
 
-def _pointwise(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Infer an elementwise operator on contiguous tensors; None if that is not what it is."""
+def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Infer an operator that keeps sizes, on contiguous tensors; None if that is not the case."""
     items = [a for a in args if isinstance(a, (Value, Const))]
-    if not items or any(isinstance(a, list) for a in args):
+    if not items or (plan.elementwise and any(isinstance(a, list) for a in args)):
         return None
     if any(isinstance(a, (Value, Const)) for a in kwargs.values()):
         return None
@@ -167,7 +196,7 @@ def _pointwise(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan.inplace:
         if not isinstance(args[0], Value) or size != args[0].geometry.size:
             return None
-    key = (plan.func, *(_kind(a) for a in args), *((k, v) for k, v in kwargs.items()))
+    key = (plan.func, *(_kind(a, plan.elementwise) for a in args), *kwargs.items())
     try:
         dtype = _dtypes.get(key)
     except TypeError:
@@ -180,11 +209,13 @@ def _pointwise(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     return contiguous(size, dtype, _META)
 
 
-def _kind(arg: Any) -> Any:
+def _kind(arg: Any, elementwise: bool) -> Any:
     if isinstance(arg, (Value, Const)):
         g = _geometry(arg)
-        return g.dtype, not g.size
-    return type(arg)
+        return g.dtype, len(g.size)
+    if elementwise:
+        return type(arg)
+    return tuple(arg) if isinstance(arg, list) else arg
 
 
 def _one_like(item: Any) -> torch.Tensor:

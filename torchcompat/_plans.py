@@ -51,7 +51,12 @@ _LIKES = {
     "empty": None,
     "empty_strided": None,
 }
-_SIZED = {"empty", "rand", "randn", "randint", "normal"}
+_SIZED = {"empty", "rand", "randn", "randint", "normal"} | {
+    "new_empty", "new_zeros", "new_ones", "new_full"
+}
+# The first argument's sizes and layout, though elements come from other places too.
+_KEEPS_SIZES = {"tril", "triu", "cumsum", "cumprod", "flip", "roll", "_softmax", "_log_softmax"}
+_UNTAGGED = {"polar", "complex", "lerp", "nan_to_num", "where"}
 # Handles whose own sizes or memory an operator changes.
 _REBINDS = {"resize_", "resize_as_", "set_"}
 # Memory that is in truth shared, and writes that the schema keeps quiet about: (argument, flag).
@@ -90,7 +95,8 @@ class Plan:
         "name",
         "overwrites",
         "plain_empty",
-        "pointwise",
+        "elementwise",
+        "keeps_sizes",
         "random",
         "rebinds",
         "sized",
@@ -125,15 +131,18 @@ class Plan:
         self.hidden = _HIDDEN_WRITES.get(self.name) if own else None
         if own and self.name in _HIDDEN_VIEWS:
             self.returns = [0]
-        self.pointwise = own and self._is_pointwise(func) and (self.inplace or not self.writes)
+        self.elementwise = own and self._is_elementwise(func)
+        keeps = self.elementwise or (own and self.name in _KEEPS_SIZES)
+        self.keeps_sizes = keeps and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
         self.plain_empty = func is aten.empty.memory_format
         self.composite = _is_composite(func)
 
-    def _is_pointwise(self, func: Any) -> bool:
+    def _is_elementwise(self, func: Any) -> bool:
         """Tell whether every element of the one result comes from its own place alone."""
         tag = getattr(torch.Tag, "pointwise", None)
-        return tag in func.tags and len(self.returns) == 1 and not self.random
+        known = tag in func.tags or self.name in _UNTAGGED
+        return known and len(self.returns) == 1 and not self.random
 
     def argument(self, name: str, args: Any, kwargs: Any, default: Any = None) -> Any:
         """Return what was passed for ``name``, or ``default``."""

@@ -64,6 +64,7 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     storage = value.storage
     if storage is None:
         return fake
+    _infer.check_fill(plan, value.geometry, args, kwargs)
     op = new_op(plan.func, (value, *args[1:]), kwargs, plan.name)
     op.writes = (value,)
     if plan.overwrites and covers(value) and fake.grad_fn is None:
@@ -87,7 +88,7 @@ def alias(fake: Any) -> Any:
 def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) -> Any:
     """Record a factory as new memory and, where it has contents, one in-place operator on it."""
     device = kwargs.get("device") or (like.device if like is not None else _CPU)
-    geometry = _sized(plan, args, kwargs, device)
+    geometry = _sized(plan, args, kwargs, device, like)
     if geometry is None:
         encoded = [_calls.encode(a) for a in args]
         result = _infer.infer(plan, encoded, dict(kwargs))
@@ -111,17 +112,25 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
     return fake
 
 
-def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any) -> Geometry | None:
-    """Describe what a factory makes if its size says it all; None if its meta kernel is to say."""
-    if not plan.sized or kwargs.get("memory_format") or kwargs.get("layout") not in _DENSE:
+def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any) -> Any:
+    """Describe what a factory makes if its arguments say it all; None if its kernel is to say."""
+    if kwargs.get("memory_format") or kwargs.get("layout") not in _DENSE:
+        return None
+    device, dtype = fake_tensor.indexed(device), kwargs.get("dtype")
+    if plan.name.endswith("_like"):
+        if like.layout != torch.strided or not _calls.dense(_infer.geometry_of(like)):
+            return None
+        return Geometry(tuple(like.shape), like.stride(), 0, dtype or like.dtype, device)
+    if not plan.sized:
         return None
     size = args[0] if plan.plain_empty else plan.argument("size", args, kwargs)
     if size and min(size) < 0:
         return None
-    dtype = kwargs.get("dtype")
-    if dtype is None:
+    if dtype is None and like is not None:
+        dtype = like.dtype
+    elif dtype is None:
         dtype = torch.int64 if plan.name == "randint" else torch.get_default_dtype()
-    return _infer.contiguous(size, dtype, fake_tensor.indexed(device))
+    return _infer.contiguous(size, dtype, device)
 
 
 # The general path.

@@ -13,7 +13,6 @@ objects that are given out. A graph therefore makes its leaves targets, and a le
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import threading
 from typing import Any, Iterable, Sequence
@@ -29,6 +28,7 @@ aten = torch.ops.aten
 # One thread plans and gives out tensors at a time, so that two callers get one object.
 lock = threading.RLock()
 
+_ERRORS = (IndexError, NotImplementedError, TypeError, ValueError)
 _KNOWN_BYTES = 1 << 20
 
 
@@ -44,6 +44,7 @@ class Schedule:
         self.by_storage: dict[Storage, list[Value]] = {}
         self.cursors: dict[torch.device, streams.Cursor] = {}
         self.permanent: set[Storage] = set()
+        self._extending: set[int] = set()  # operators that build a graph here, by number
         self._seen: set[tuple[Storage, int]] = set()
         self._sink = sink
         if sink is not None:
@@ -107,12 +108,13 @@ class Schedule:
         if op.seq in self.ops:
             return []
         self.ops[op.seq] = op
-        if op.graph and self.graph:
+        results = {*op.made, *(v.storage for v in op.writes)} - {None}
+        if op.graph and self.graph and any(s.memory is None for s in results):
             # A graph is built once, of the tensors that are given out.
+            self._extending.add(op.seq)
             self._leaves(op)
-            for storage in {*op.made, *(v.storage for v in op.writes)}:
-                if storage is not None:
-                    self._keep(storage)
+            for storage in results:
+                self._keep(storage)
         needs = []
         for value in (*op.reads, *op.writes):
             if value.parent is not None:
@@ -133,7 +135,7 @@ class Schedule:
         """Tell whether a graph is read from the memory already given out, and provide it."""
         storage = value.storage
         assert storage is not None
-        if storage.memory is None or not (self.graph and op.graph):
+        if storage.memory is None or op.seq not in self._extending:
             return False
         leaf = any(v is value for v, _ in op.leaves)
         if not leaf and not storage.memory.requires_grad:
@@ -250,7 +252,7 @@ class Schedule:
         op = value.op
         if op is None:
             return base.detach()
-        if op.leaves:
+        if op.leaves and self.graph:
             self._take_leaves(op)
             base = self.held.get(value.parent, base)  # type: ignore[arg-type]
         args, kwargs = self._arguments(op, {value.parent: base})
@@ -279,19 +281,24 @@ class Schedule:
 
     def execute(self, op: Op) -> None:
         """Run one operator and take its results."""
-        self._take_leaves(op)
-        for storage in op.made:
-            if storage is not None:
-                _require_hardware(storage.root)
+        extending = op.seq in self._extending
+        if extending:
+            self._take_leaves(op)
         args, kwargs = self._arguments(op, {})
+        for storage in op.made:
+            if storage is not None and not fake_tensor.hardware(storage.root.device.type):
+                if op.name != "_to_copy":
+                    _require_hardware(storage.root)
+                kwargs["device"] = torch.device("cpu")  # on its way to where it can be
         try:
-            with _as_recorded(op, self.graph):
+            with _as_recorded(op, self.graph and (extending or not op.graph)):
                 if op.position is not None:
                     result = self._draw(op, args, kwargs)
                 else:
                     result = op.func(*args, **kwargs)
-        except RuntimeError as error:
-            raise RuntimeError(f"could not materialise: {op.describe()}: {error}") from error
+        except Exception as error:
+            kind = type(error) if type(error) in _ERRORS else RuntimeError
+            raise kind(f"could not materialise: {op.describe()}: {error}") from error
         if op.made:
             for storage, tensor in zip(op.made, _flat(result)):
                 if storage is not None:
@@ -299,7 +306,7 @@ class Schedule:
 
     def _take_leaves(self, op: Op) -> None:
         """Put the objects that are given out in place as leaves of the graph that ``op`` extends."""
-        for value, cls in op.leaves if self.graph else ():
+        for value, cls in op.leaves:
             if value.real is None or not value.real.requires_grad:
                 value.real = leaf(self.handle(value), cls)
             self.hold(value, value.real)
@@ -318,7 +325,7 @@ class Schedule:
                 result = op.func(*args, **kwargs)
         cursor.passed(op.after)
         if op is self._sink:
-            self.final_state = generator.get_state()
+            self.final_state = streams.get_state(generator)
         return result
 
 
@@ -333,7 +340,14 @@ def _writers_before(storage: Storage, seq: int) -> int:
     writers = storage.writers
     if not writers or writers[-1].seq < seq:
         return len(writers)
-    return bisect.bisect_left([w.seq for w in writers], seq)
+    low, high = 0, len(writers)
+    while low < high:
+        middle = (low + high) // 2
+        if writers[middle].seq < seq:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _flat(result: Any) -> list[Any]:
@@ -345,7 +359,7 @@ def _flat(result: Any) -> list[Any]:
 def _require_hardware(geometry: Any) -> None:
     if not fake_tensor.hardware(geometry.device.type):
         raise RuntimeError(
-            f"a tensor of shape {tuple(geometry.size)} is on {geometry.device}, and there is no such "
+            f"a tensor of size {tuple(geometry.size)} is on {geometry.device}, and there is no such "
             "device here: it can be looked at, not materialised"
         )
 

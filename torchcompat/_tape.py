@@ -53,7 +53,7 @@ class Storage:
 class Geometry:
     """How a tensor lies in its memory: sizes and strides in elements, offset, dtype, device."""
 
-    __slots__ = ("device", "dtype", "offset", "size", "stride")
+    __slots__ = ("conj", "device", "dtype", "neg", "offset", "size", "stride")
 
     def __init__(
         self,
@@ -68,6 +68,8 @@ class Geometry:
         self.offset = offset
         self.dtype = dtype
         self.device = device
+        self.conj = False  # read as the complex conjugate
+        self.neg = False  # read with the opposite sign
 
     @property
     def numel(self) -> int:

@@ -1,7 +1,7 @@
 """What each thread is recording, and the mode that makes it so.
 
 One mode per thread serves nested ``deferred_init`` and ``fake_mode`` calls; the outermost pushes and
-pops it. Where CUDA is not there, the mode keeps torch from starting it (see ``autograd_hooks``), and a
+pops it. Where CUDA is not there, the mode keeps torch from starting it (see ``autograd_hooks``), and the
 function mode gives devices an index and moves ``torch.tensor(..., device="cuda")`` behind the CPU.
 """
 
@@ -53,21 +53,41 @@ class Mode(TorchDispatchMode):
 
 
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu}
 
 
-class DeviceMode(TorchFunctionMode):
-    """Lets device arguments name hardware that is not there."""
+# Kernels that decide by the class of their argument which algorithm they use.
+_WHOLE = {
+    torch.linalg.svdvals: torch.ops.aten.linalg_svdvals.default,
+    torch.linalg.eigvalsh: torch.ops.aten.linalg_eigvalsh.default,
+}
+
+
+class FunctionMode(TorchFunctionMode):
+    """Serves calls that read data before they dispatch, or name hardware that is not there."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FROM_DATA:
+            if isinstance(args[0], (list, tuple)):
+                args = (self._recorder.real_data(args[0]), *args[1:])
             device = kwargs.get("device")
-            device = torch.empty(0).device if device is None else torch.device(device)
-            if not fake_tensor.hardware(device.type):
+            if device is None and thread.devices:
+                device = torch.empty(0).device  # the default, whoever set it
+            device = torch.device(device or "cpu")
+            if thread.devices and not fake_tensor.hardware(device.type):
                 made = func(*args, **{**kwargs, "device": "cpu"})
                 return made.to(fake_tensor.indexed(device))
-        elif func in _MOVES and not fake_tensor.is_fake(args[0]):
+        elif func in _WHOLE and fake_tensor.is_fake(args[0]) and not args[0].requires_grad:
+            return self._recorder.whole(_WHOLE[func], args)
+        elif func in _INDEXING and thread.devices and fake_tensor.is_fake(args[0]):
+            args = tuple(fake_tensor.twins(a) for a in args)
+        elif thread.devices and func in _MOVES and not fake_tensor.is_fake(args[0]):
             if func is not torch.Tensor.to:
                 kind = func.__name__
                 index = (*args[1:], kwargs.pop("device", None), None)[0]
@@ -93,8 +113,7 @@ def _active(recorder: Any, devices: bool) -> Iterator[None]:
             thread.modes.append(mode)
             stack.callback(thread.modes.pop)
             stack.enter_context(mode)
-            if wanted:
-                stack.enter_context(DeviceMode())
+            stack.enter_context(FunctionMode(recorder))
         try:
             yield
         finally:

@@ -39,6 +39,9 @@ _EXIT_ELEMENTS = int(os.environ.get("TORCHCOMPAT_EXIT_ELEMENTS", 1 << 24))
 # Set by the replayer: run an operator on scratch memory and return the state it leaves.
 run_for_state: Callable[[Any], torch.Tensor]
 
+# While a recording is active the method itself hides placeholders (see ``autograd_hooks``).
+get_state = torch.Generator.get_state
+
 _positions: dict[int, Position] = {}
 _lock = threading.Lock()
 _next_id = 0
@@ -129,7 +132,7 @@ def _draw_half(state: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator()
     generator.set_state(state)
     torch.empty(1, device="cpu").normal_(generator=generator)
-    return generator.get_state()
+    return get_state(generator)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
@@ -144,7 +147,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def where(generator: torch.Generator) -> Position:
     """Return the position of a visible generator."""
-    state = generator.get_state()
+    state = get_state(generator)
     address = state.data_ptr()
     if state.numel() == _CPU_BYTES:
         first, second, number, _ = (ctypes.c_uint64 * 4).from_address(address + _WORDS)
@@ -221,7 +224,7 @@ def settle(generator: torch.Generator) -> None:
     derived = torch.Generator()
     derived.set_state(origin.state())
     derived.manual_seed((derived.initial_seed() + 0x9E3779B97F4A7C15 * len(pending)) % 2**63)
-    generator.set_state(derived.get_state())
+    generator.set_state(get_state(derived))
     return None
 
 
@@ -235,12 +238,12 @@ def borrowed(device: torch.device, generator: torch.Generator) -> Iterator[None]
     """Let an operator that takes no generator draw from ``generator`` all the same."""
     default = default_generator(device)
     assert default is not None
-    saved = default.get_state()
-    default.set_state(generator.get_state())
+    saved = get_state(default)
+    default.set_state(get_state(generator))
     try:
         yield
     finally:
-        generator.set_state(default.get_state())
+        generator.set_state(get_state(default))
         default.set_state(saved)
 
 
@@ -258,7 +261,7 @@ class Cursor:
         if near and at is not None and at.draws <= position.draws:
             if at.draws < position.draws:
                 gap = position.draws - at.draws
-                self.generator.set_state(mt19937.jump(self.generator.get_state(), gap))
+                self.generator.set_state(mt19937.jump(get_state(self.generator), gap))
         else:
             self.generator.set_state(position.state())
         return self.generator

@@ -35,6 +35,13 @@ _users = 0
 _saved: list[tuple[Any, str, Any, bool]] = []
 
 
+def _set(owner: Any, name: str, value: Any) -> None:
+    try:
+        setattr(owner, name, value)
+    except TypeError:  # a type of an extension module
+        _rung.set_type_attribute(owner, name, value)
+
+
 def enter(recorder: Any) -> None:
     """Apply the running release's patches, unless somebody already did."""
     global _users
@@ -45,7 +52,7 @@ def enter(recorder: Any) -> None:
         for owner, name, replacement in _rung.patches(recorder):
             own = name in vars(owner)
             _saved.append((owner, name, vars(owner)[name] if own else None, own))
-            setattr(owner, name, replacement)
+            _set(owner, name, replacement)
         _rung.switch(True)
 
 
@@ -60,7 +67,7 @@ def leave() -> None:
         while _saved:
             owner, name, original, own = _saved.pop()
             if own:
-                setattr(owner, name, original)
+                _set(owner, name, original)
             else:
                 delattr(owner, name)
 

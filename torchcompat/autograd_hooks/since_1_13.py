@@ -7,6 +7,8 @@ family), so the constructor is served in Python. Up to 2.3 argument parsing call
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 from typing import Any
 
@@ -35,8 +37,8 @@ def common(recorder: Any) -> list[tuple[Any, str, Any]]:
     return [
         (torch.Tensor, "_make_subclass", staticmethod(make_subclass(recorder))),
         (torch.Tensor, "data", data_property(recorder)),
-        (torch.random, "get_rng_state", rng_state(recorder)),
-        (torch, "get_rng_state", rng_state(recorder)),
+        (torch._C.Generator, "get_state", generator_state(recorder)),
+        (torch.backends.cudnn, "is_acceptable", acceptable_to_cudnn()),
     ]
 
 
@@ -67,18 +69,36 @@ def data_property(recorder: Any) -> Any:
     return property(original.__get__, assign)  # type: ignore[attr-defined]
 
 
-def rng_state(recorder: Any) -> Any:
-    """Build the stand-in for ``get_rng_state``: a caller outside torch gets the true state."""
-    original = torch.random.get_rng_state
+def generator_state(recorder: Any) -> Any:
+    """Build ``Generator.get_state`` that gives the true state, not the recorder's placeholder."""
+    original = torch._C.Generator.get_state
     inside = vars(torch.random)
 
-    def get_rng_state() -> torch.Tensor:
-        # fork_rng only puts it back: for that the recorder's placeholder is as good and cheaper.
-        if sys._getframe(1).f_globals is not inside:
-            recorder.expose_generator(torch.default_generator)
-        return original()
+    def get_state(self: torch.Generator) -> torch.Tensor:
+        # fork_rng only puts it back: for that the placeholder is as good, and cheaper.
+        caller = sys._getframe(1)
+        forking = caller.f_globals is inside and caller.f_back.f_globals is inside  # type: ignore[union-attr]
+        if not forking and recorder.recording():
+            recorder.expose_generator(self)
+        return original(self)
 
-    return get_rng_state
+    return get_state
+
+
+def set_type_attribute(owner: type, name: str, value: Any) -> None:
+    """Set an attribute of an extension type, whose ``setattr`` refuses."""
+    gc.get_referents(vars(owner))[0][name] = value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
+
+
+def acceptable_to_cudnn() -> Any:
+    """Build the stand-in for ``cudnn.is_acceptable``, which asks fakes for addresses."""
+    original = torch.backends.cudnn.is_acceptable
+
+    def is_acceptable(tensor: torch.Tensor) -> bool:
+        return not fake_tensor.is_fake(tensor) and original(tensor)
+
+    return is_acceptable
 
 
 def lazy_init(recorder: Any) -> Any:

@@ -13,10 +13,11 @@ from torchcompat.autograd_hooks.since_1_13 import (
     lazy_init,
     mode_key,
     autocast,
+    set_type_attribute,
     switch,
 )
 
-__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "switch"]
+__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "set_type_attribute", "switch"]
 
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from torchcompat import fake_tensor
-from torchcompat.autograd_hooks.since_1_13 import common
+from torchcompat.autograd_hooks.since_1_13 import common, set_type_attribute
 from torchcompat.autograd_hooks.since_2_3 import become, hand_over
 
-__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "switch"]
+__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "set_type_attribute", "switch"]
 
 mode_key = torch._C._TorchDispatchModeKey.FAKE
 _lifts: list[bool] = []

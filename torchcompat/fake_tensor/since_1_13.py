@@ -85,6 +85,8 @@ class FakeTensor(torch.Tensor):
 
     def numpy(self, **options: Any) -> Any:
         """Give this tensor its values now and share them with an array."""
+        if self.requires_grad and not options.get("force"):
+            return torch.zeros(1, requires_grad=True, device="cpu").numpy()  # fails as torch fails
         return _recorder.expose(self).numpy(**options)
 
     def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +95,13 @@ class FakeTensor(torch.Tensor):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return _recorder.expose(self).__dlpack__(*args, **kwargs)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Share the memory of another tensor or storage."""
+        if isinstance(source, FakeTensor) and (args or kwargs):
+            return _recorder.set_strided(self, source, *args, **kwargs)
+        given = () if source is None else (source, *args)
+        return super().set_(*given, **kwargs)
 
     def tolist(self) -> Any:
         """Compute the values now and list them; the tensor stays deferred."""
@@ -141,16 +150,6 @@ class FakeTensor(torch.Tensor):
         twin = _make(FakeTensor, self.shape, strides=self.stride(), dtype=self.dtype)
         twin._value = _recorder.alias(self)._value
         return twin
-
-    def __getitem__(self, index: Any) -> Any:
-        if hardware(self.device.type):
-            return super().__getitem__(index)
-        return torch.Tensor.__getitem__(self._twin(), _twins(index))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if hardware(self.device.type):
-            return super().__setitem__(index, value)
-        return torch.Tensor.__setitem__(self._twin(), _twins(index), _twins(value))
 
     def item(self) -> Any:
         """Compute the value of a one-element tensor now; the tensor stays deferred."""
@@ -203,10 +202,10 @@ class FakeTensor(torch.Tensor):
         return self.to(torch.device("cuda", index or 0), **kwargs)
 
 
-def _twins(arg: Any) -> Any:
+def twins(arg: Any) -> Any:
     if isinstance(arg, FakeTensor):
         return arg._twin()
-    return tuple(map(_twins, arg)) if type(arg) is tuple else arg
+    return tuple(map(twins, arg)) if type(arg) is tuple else arg
 
 
 def indexed(arg: Any) -> Any:
@@ -259,6 +258,10 @@ def wrap(value: Any, cls: type = FakeTensor) -> torch.Tensor:
         cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=g.device
     )
     fake._value = value
+    if g.conj:
+        torch._C._set_conj(fake, True)
+    if g.neg:
+        torch._C._set_neg(fake, True)
     return fake
 
 
