@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.test_slowmo import FSDP_ON_CPU, batch, loss_of, make_net, run_ranks, weights
+from tests.test_slowmo import FSDP_ON_CPU, loss_of, make_net, run_ranks, weights
 from torchcompat import _gate
 from torchcompat.gossip_grad import (
     GossipGraDState,
@@ -361,7 +361,3 @@ def test_same_module_through_torchdistx(run_python):
         "from torchdistx.gossip_grad import GossipGraDState\n"
         "assert GossipGraDState is ours.GossipGraDState\n"
     )
-
-
-def test_batches_differ_by_rank():
-    assert not torch.equal(batch(0, 0)[0], batch(1, 0)[0])
