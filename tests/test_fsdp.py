@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -86,8 +87,7 @@ def join(rank, folder, works):
         endings[work.__name__] = traceback.format_exc()
     finally:
         Path(folder, f"{rank}.json").write_text(json.dumps(endings))
-    if not endings[work.__name__]:
-        torch.distributed.destroy_process_group()
+        os._exit(0)  # past gloo, which aborts a process whose peer has gone
 
 
 @pytest.fixture(scope="module")
