@@ -171,9 +171,9 @@ def fresh():
 def test_every_operator_dtype_layout_and_size(name):
     func, more, known = OPERATORS[name]
     for dtype in ALL:
-        for make in TENSORS.values():
-            tensor = make(dtype).fill_(0.5)
-            check(func, (tensor, *more), {}, dtype in known and halves_work(func, dtype))
+        expected = dtype in known and halves_work(func, dtype)
+        for make in list(TENSORS.values())[:: 1 if expected else 9]:
+            check(func, (make(dtype).fill_(0.5), *more), {}, expected)
 
 
 def test_tensors_as_parameters_of_distributions():
