@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.test_slowmo import FSDP_ON_CPU, loss_of, make_net, run_ranks, weights
+from tests.test_slowmo import FSDP_ON_CPU, load, loss_of, make_net, run_ranks, weights
 from torchcompat import _gate
 from torchcompat.gossip_grad import (
     GossipGraDState,
@@ -212,7 +212,7 @@ def on_eight(rank, folder):
 def start(ranks, body, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gossip")
     run_ranks(ranks, body, folder)
-    return [torch.load(folder / f"found-{rank}", weights_only=True) for rank in range(ranks)]
+    return [load(folder / f"found-{rank}") for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
