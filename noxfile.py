@@ -69,15 +69,23 @@ def install(session: nox.Session, row: matrix.Row, *requirements: str) -> None:
     )
 
 
+VERSIONS = "import platform, torch; print(torch.__version__, platform.python_version())"
+
+
 def run_tests(session: nox.Session, name: str) -> None:
-    """Run pytest; save a run of all the tests as a result, except in CI, which commits nothing."""
+    """Run pytest; save a run of all the tests as a result, except in CI, which commits nothing.
+
+    There is a process per core, each with one thread; one that crashes costs only its test.
+    """
     report = Path(session.create_tmp(), "report.xml")
     tree = results.tree_hash()
+    options = (f"--junitxml={report}", "--timeout=600", "-n=auto", "--dist=worksteal")
     try:
-        session.run("pytest", f"--junitxml={report}", "--timeout=600", *session.posargs)
+        session.run("pytest", *options, *session.posargs, env={"OMP_NUM_THREADS": "1"})
     finally:
         if report.exists() and not (session.posargs or IN_CI):
-            results.write(name, results.from_junit(report, tree))
+            torch, python = str(session.run("python", "-c", VERSIONS, silent=True)).split()[-2:]
+            results.write(name, results.from_junit(report, tree, torch, python))
             generated.generate()
         if IN_CI:  # nothing uses the environment twice there: give its disk back
             shutil.rmtree(session.virtualenv.location, ignore_errors=True)

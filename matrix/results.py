@@ -46,19 +46,18 @@ def tree_hash(root: Path = ROOT) -> str:
     return digest.hexdigest()[:12]
 
 
-def from_junit(report: Path, tree: str) -> Result:
+def from_junit(report: Path, tree: str, torch: str, python: str) -> Result:
     """Read pytest's JUnit report; expected failures count as skipped, as pytest writes them."""
     suites = ElementTree.parse(report).getroot().findall("testsuite")
     count = {
         key: sum(int(suite.get(key, 0)) for suite in suites)
         for key in ("tests", "failures", "errors", "skipped")
     }
-    found = {item.get("name"): item.get("value", "") for item in suites[0].iter("property")}
     failed = count["failures"] + count["errors"]
     return Result(
         tree=tree,
-        torch=found.get("torch", ""),
-        python=found.get("python", ""),
+        torch=torch,
+        python=python,
         platform=f"{platform.system()} {platform.machine()}",
         date=suites[0].get("timestamp", "")[:10],
         passed=count["tests"] - failed - count["skipped"],

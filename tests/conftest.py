@@ -64,13 +64,6 @@ def _rungs() -> list[_gate.Rung]:
         return []
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _record_versions(record_testsuite_property) -> None:
-    """Put the versions into the JUnit report, from which the sessions write matrix/results."""
-    record_testsuite_property("torch", str(torch.__version__))
-    record_testsuite_property("python", ".".join(map(str, sys.version_info[:3])))
-
-
 @pytest.fixture(autouse=True)
 def _same_start_clean_end():
     """Give each test the same random state; fail one that leaves torch's settings changed."""
@@ -91,7 +84,11 @@ def _settings() -> dict[str, object]:
         "inference mode": torch.is_inference_mode_enabled(),
         "factory device": torch.empty(0).device,
         "factory type": type(torch.empty(0)),
-        "cuda initialiser": torch.cuda._lazy_init,
+        "start of cuda": torch.cuda._lazy_init,
+        "patched classes": [
+            *(getattr(torch.Tensor, name) for name in ("__new__", "__repr__", "data", "new")),
+            *(getattr(torch.Generator, name) for name in ("get_state", "manual_seed")),
+        ],
         "autocast": torch.is_autocast_enabled(),
     }
 
