@@ -18,7 +18,7 @@ from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import Plan
 from torchcompat._random import draws, streams
 from torchcompat._tape import SNAPSHOT_BYTES, Const, Geometry, Op, Storage, Value, replace, tensors_in
-from torchcompat._thread import thread
+from torchcompat._thread import require_devices, thread
 
 FakeTensor = fake_tensor.FakeTensor
 aten = torch.ops.aten
@@ -27,6 +27,8 @@ _SKIPPED = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__)
 _NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
 _SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not be inferred
 _WITH_GENERATOR = {aten.randperm.default: aten.randperm.generator}
+# Operators that take tensors of several devices.
+_ACROSS_DEVICES = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_", "set_"}
 # Questions about metadata, which must not compute anything.
 _METADATA = {"is_pinned": False, "is_coalesced": False, "is_same_size": None, "device": None}
 
@@ -334,9 +336,11 @@ class Outputs:
         device = self.kwargs.get("device")
         if device is None:
             items = [i for a in (*self.encoded, *self.named.values()) for i in tensors_in(a)]
-            device = _infer.common_device(items)
+            device = _infer.common_device(items, self.plan.name not in _ACROSS_DEVICES)
         if device is None:
             return torch.device("cpu")
+        if self.kwargs.get("device") is not None:
+            require_devices(device.type)
         return fake_tensor.indexed(device)
 
     def _infer(self) -> Any:
@@ -415,9 +419,10 @@ class Outputs:
             value = Value(base.storage, geometry, base, self.op, len(self.made))
             self.made.append(None)
             return self._wrap(value, result)
-        if self.named.get("device") is not None and self.named["device"].type == "meta":
-            return result
         geometry = _infer.located(result, self.device)
+        if self.device.type == "meta":
+            self.made.append(None)
+            return _infer.meta_tensor(geometry)
         storage = Storage(geometry) if self.op is not None else None
         self.made.append(storage)
         return self._wrap(Value(storage, geometry), result)

@@ -237,14 +237,21 @@ def _broadcast(a: Any, b: Any) -> tuple[int, ...] | None:
     return tuple(size)
 
 
-def common_device(items: Any) -> torch.device | None:
-    """Return the device a result is on: that of the arguments, CPU scalars giving way."""
-    found = None
+def common_device(items: Any, one: bool) -> torch.device | None:
+    """Return the device a result is on: that of the arguments, CPU scalars giving way.
+
+    If the operator wants ``one`` device for all, tensors on two are refused as torch refuses them.
+    """
+    found, placed = None, False
     for item in items:
-        if isinstance(item, Value):
-            device, scalar = item.geometry.device, not item.geometry.size
-        else:
-            device, scalar = item.tensor.device, item.tensor.dim() == 0
-        if found is None or (found.type == "cpu" and not scalar):
-            found = device
+        g = _geometry(item)
+        scalar = not g.size
+        if found is None or (not placed and not scalar) or (scalar and found.type == "cpu"):
+            found = g.device if found is None or not placed else found
+        elif one and not scalar and g.device != found:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{found} and {g.device}!"
+            )
+        placed = placed or not scalar
     return found

@@ -19,7 +19,7 @@ from torchcompat import _calls, _infer, fake_tensor
 from torchcompat._calls import covers, new_op, note_draws, note_graph
 from torchcompat._plans import Plan, plan_for, plans
 from torchcompat._tape import Geometry, Storage, Value
-from torchcompat._thread import thread
+from torchcompat._thread import require_devices, thread
 
 FakeTensor = fake_tensor.FakeTensor
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return _fill(plan, first, args, kwargs)
         if func is aten.detach.default:
             return alias(first)
-    elif plan.plain_empty and not thread.pure:
+    elif plan.plain_empty and thread.devices and not thread.pure:
         return _factory(plan, args, kwargs)
     if plan.composite:
         return func.decompose(*args, **kwargs)
@@ -139,6 +139,8 @@ def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any
 def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[Any]) -> Any:
     """Serve an operator that no fake takes part in: a factory, or one on real tensors only."""
     device = kwargs.get("device")
+    if device is not None:
+        require_devices(device.type)
     if plan.name in ("lift_fresh", "lift"):
         return _lifted(args[0])
     if device is not None and device.type == "meta":

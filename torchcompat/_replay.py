@@ -44,6 +44,7 @@ class Schedule:
         self.by_storage: dict[Storage, list[Value]] = {}
         self.cursors: dict[torch.device, streams.Cursor] = {}
         self.permanent: set[Storage] = set()
+        self._given: set[Storage] = set()  # provided from the memory given out earlier
         self._extending: set[int] = set()  # operators that build a graph here, by number
         self._seen: set[tuple[Storage, int]] = set()
         self._sink = sink
@@ -58,6 +59,7 @@ class Schedule:
         """Make a value, and all that its storage's whole history needs, part of the schedule."""
         storage = value.storage
         assert storage is not None
+        _require_hardware(value.geometry)
         self.targets.append(value)
         self._graph_of(value)
         self._keep(storage)
@@ -123,7 +125,7 @@ class Schedule:
             storage = value.storage
             assert storage is not None
             if storage.memory is not None and op.seq > storage.since:
-                self.roots[storage] = storage.memory
+                self._give(storage)
             elif not self._given_out(op, value):
                 needs.append((storage, _writers_before(storage, op.seq)))
         if op is self._sink:
@@ -146,8 +148,17 @@ class Schedule:
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and then "
                 "changed. Materialise the two together, for example with materialize_module."
             )
-        self.roots[storage] = storage.memory
+        self._give(storage)
         return True
+
+    def _give(self, storage: Storage) -> None:
+        assert storage.memory is not None
+        self.roots[storage] = storage.memory
+        self._given.add(storage)
+
+    def _lasting(self, value: Value) -> bool:
+        """Tell whether a value's memory here is the one that is given out."""
+        return value.storage in self.permanent or value.storage in self._given
 
     # Ordering.
 
@@ -220,7 +231,8 @@ class Schedule:
         """Return the real tensor of a value, making views, and memory not yet there, on the way."""
         chain = []
         while value not in self.held and value.parent is not None:
-            if value.real is not None and value.real.grad_fn is not None and self.graph:
+            graph = value.real is not None and value.real.grad_fn is not None
+            if graph and self._lasting(value):
                 self.hold(value, value.real)
                 break
             chain.append(value)
@@ -252,11 +264,11 @@ class Schedule:
         op = value.op
         if op is None:
             return base.detach()
-        if op.leaves and self.graph:
+        if op.leaves and self._lasting(value):
             self._take_leaves(op)
             base = self.held.get(value.parent, base)  # type: ignore[arg-type]
         args, kwargs = self._arguments(op, {value.parent: base})
-        with torch.set_grad_enabled(op.grad and self.graph):
+        with torch.set_grad_enabled(op.grad and self._lasting(value)):
             made: torch.Tensor = _flat(op.func(*args, **kwargs))[value.index]
         if made.grad_fn is not None and value.real is None:
             value.real = made
@@ -432,7 +444,8 @@ def _give_out(schedule: Schedule) -> None:
         storage = value.storage
         assert storage is not None
         assert storage.memory is not None
-        schedule.roots.setdefault(storage, storage.memory)
+        if storage not in schedule.roots:
+            schedule._give(storage)
         if value.real is None:
             value.real = schedule.handle(value)
         storage.version = _version(storage.memory)

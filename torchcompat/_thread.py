@@ -1,7 +1,7 @@
 """What each thread is recording, and the mode that makes it so.
 
 One mode per thread serves nested ``deferred_init`` and ``fake_mode`` calls; the outermost pushes and
-pops it. Where CUDA is not there, the mode keeps torch from starting it (see ``autograd_hooks``), and the
+pops it. The mode keeps torch from starting devices that are not there (see ``autograd_hooks``), and the
 function mode gives devices an index and moves ``torch.tensor(..., device="cuda")`` behind the CPU.
 """
 
@@ -38,11 +38,12 @@ _lock = threading.Lock()
 class Mode(TorchDispatchMode):
     """Sends every operator of this thread to the recorder."""
 
-    def __init__(self, dispatch: Callable[..., Any], fakes_devices: bool) -> None:
+    def __init__(self, dispatch: Callable[..., Any]) -> None:
         super().__init__()
         self._dispatch = dispatch
-        if fakes_devices and autograd_hooks.mode_key is not None:
-            self._mode_key = autograd_hooks.mode_key
+        key = autograd_hooks.free_mode_key()
+        if key is not None:
+            self._mode_key = key
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -53,8 +54,18 @@ class Mode(TorchDispatchMode):
 
 
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
-_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu}
+
+
+def _faked(kind: str) -> bool:
+    """Tell whether tensors of a device type are faked on this thread without its hardware."""
+    return not fake_tensor.hardware(kind) and (kind != "cuda" or bool(thread.devices))
+
+
+def require_devices(kind: str) -> None:
+    """Fail as torch fails where CUDA is named without being there, and not to be faked."""
+    if kind == "cuda" and not thread.devices and not fake_tensor.hardware("cuda"):
+        torch.cuda._lazy_init()
 
 
 # Kernels that decide by the class of their argument which algorithm they use.
@@ -77,19 +88,19 @@ class FunctionMode(TorchFunctionMode):
             if isinstance(args[0], (list, tuple)):
                 args = (self._recorder.real_data(args[0]), *args[1:])
             device = kwargs.get("device")
-            if device is None and thread.devices:
+            if device is None and not fake_tensor.hardware("cuda"):
                 device = torch.empty(0).device  # the default, whoever set it
             device = torch.device(device or "cpu")
-            if thread.devices and not fake_tensor.hardware(device.type):
+            if _faked(device.type):
                 made = func(*args, **{**kwargs, "device": "cpu"})
                 return made.to(fake_tensor.indexed(device))
         elif func in _WHOLE and fake_tensor.is_fake(args[0]) and not args[0].requires_grad:
             return self._recorder.whole(_WHOLE[func], args)
-        elif func in _INDEXING and thread.devices and fake_tensor.is_fake(args[0]):
-            args = tuple(fake_tensor.twins(a) for a in args)
-        elif thread.devices and func in _MOVES and not fake_tensor.is_fake(args[0]):
+        elif func in _MOVES and not fake_tensor.is_fake(args[0]):
             if func is not torch.Tensor.to:
                 kind = func.__name__
+                if not _faked(kind):
+                    return func(*args, **kwargs)
                 index = (*args[1:], kwargs.pop("device", None), None)[0]
                 index = index if isinstance(index, int) else torch.device(index or kind).index
                 return args[0].to(torch.device(kind, index or 0), **kwargs)
@@ -103,13 +114,13 @@ class FunctionMode(TorchFunctionMode):
 def _active(recorder: Any, devices: bool) -> Iterator[None]:
     """Keep the modes and patches up; the outermost of this thread pushes and pops them."""
     wanted = devices and not fake_tensor.hardware("cuda")
-    push = not thread.modes or (wanted and not thread.devices)
+    push = not thread.modes
     autograd_hooks.enter(recorder)
     thread.devices += wanted
     with contextlib.ExitStack() as stack:
         stack.callback(autograd_hooks.leave)
         if push:
-            mode = Mode(recorder.dispatch, wanted and not thread.modes)
+            mode = Mode(recorder.dispatch)
             thread.modes.append(mode)
             stack.callback(thread.modes.pop)
             stack.enter_context(mode)

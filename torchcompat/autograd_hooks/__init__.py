@@ -28,7 +28,7 @@ _rung = _gate.load(__name__, LADDER)
 
 become = _rung.become
 hand_over = _rung.hand_over
-mode_key = _rung.mode_key
+free_mode_key = _rung.free_mode_key
 
 _lock = threading.Lock()
 _users = 0

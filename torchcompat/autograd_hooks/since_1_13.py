@@ -16,7 +16,10 @@ import torch
 
 from torchcompat import fake_tensor
 
-mode_key: Any = None
+
+def free_mode_key() -> Any:
+    """Return the key of a mode that keeps devices from starting, if it is free; none exists here."""
+    return None
 
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:

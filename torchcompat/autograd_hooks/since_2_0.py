@@ -11,13 +11,13 @@ from torchcompat.autograd_hooks.since_1_13 import (
     common,
     hand_over,
     lazy_init,
-    mode_key,
+    free_mode_key,
     autocast,
     set_type_attribute,
     switch,
 )
 
-__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
 
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:

@@ -12,10 +12,10 @@ import torch
 from torch.nn import init
 
 from torchcompat import fake_tensor
-from torchcompat.autograd_hooks.since_2_4 import autocast, become, hand_over, mode_key, set_type_attribute, switch
+from torchcompat.autograd_hooks.since_2_4 import autocast, become, hand_over, free_mode_key, set_type_attribute, switch
 from torchcompat.autograd_hooks.since_2_4 import patches as patches_below
 
-__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
 
 # No normal deviate is farther out than sqrt(-2 log 2**-53) = 8.6 sigma.
 _UNREACHABLE = 9.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torchcompat.autograd_hooks.since_2_0 import autocast, hand_over, mode_key, patches, set_type_attribute, switch
+from torchcompat.autograd_hooks.since_2_0 import autocast, hand_over, free_mode_key, patches, set_type_attribute, switch
 
-__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
 
 
 def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,15 @@ from torchcompat import fake_tensor
 from torchcompat.autograd_hooks.since_1_13 import common, set_type_attribute
 from torchcompat.autograd_hooks.since_2_3 import become, hand_over
 
-__all__ = ["autocast", "become", "hand_over", "mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
 
-mode_key = torch._C._TorchDispatchModeKey.FAKE
 _lifts: list[bool] = []
+
+
+def free_mode_key() -> Any:
+    """Return the key of a mode that keeps devices from starting, if no other mode has it."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return key if torch._C._get_dispatch_mode(key) is None else None
 
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:

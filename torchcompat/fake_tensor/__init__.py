@@ -20,5 +20,4 @@ indexed = _rung.indexed
 is_fake = _rung.is_fake
 real_class = _rung.real_class
 refit = _rung.refit
-twins = _rung.twins
 wrap = _rung.wrap

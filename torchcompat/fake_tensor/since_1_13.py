@@ -6,8 +6,7 @@ A fake carries one ``_value``: what the recorder knows of it. Operators reach th
 below. ``__torch_function__`` is switched off, so that operators cost one trip to Python, not two.
 
 A fake that stands for an ``nn.Parameter`` or another subclass is an instance of a class made for it
-that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (layout conflict); on
-hardware that is not there indexing goes through an alias that autograd does not follow.
+that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (layout conflict).
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 _recorder: Any = None
 _classes: dict[type, type] = {}
+_META = torch.device("meta")
 _hardware: dict[str, bool] = {"cpu": True, "meta": True}
 _new_parameter = torch.nn.Parameter.__new__.__code__
+_data = torch._C._TensorBase.data
 _make = torch.Tensor._make_wrapper_subclass
 
 
@@ -142,30 +143,23 @@ class FakeTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
 
-    # Device guards in C++ fail, some fatally, for hardware that is not there.
+    # What C++ knows as the device of a tensor whose hardware is not there is ``meta``: its guards for
+    # other devices fail, and in autograd they abort the process.
 
-    def _twin(self) -> torch.Tensor:
-        if hardware(self.device.type):
-            return self
-        twin = _make(FakeTensor, self.shape, strides=self.stride(), dtype=self.dtype)
-        twin._value = _recorder.alias(self)._value
-        return twin
+    @property
+    def device(self) -> torch.device:
+        return self._value.geometry.device
 
-    def item(self) -> Any:
-        """Compute the value of a one-element tensor now; the tensor stays deferred."""
-        return torch.Tensor.item(self._twin())
+    is_cuda = property(lambda self: self.device.type == "cuda")
+    is_cpu = property(lambda self: self.device.type == "cpu")
+    is_meta = property(lambda self: False)
+    is_xpu = property(lambda self: self.device.type == "xpu")
+    is_mps = property(lambda self: self.device.type == "mps")
+    is_xla = property(lambda self: self.device.type == "xla")
 
-    def __bool__(self) -> bool:
-        return torch.Tensor.__bool__(self._twin())
-
-    def __int__(self) -> int:
-        return torch.Tensor.__int__(self._twin())
-
-    def __float__(self) -> float:
-        return torch.Tensor.__float__(self._twin())
-
-    def __index__(self) -> int:
-        return torch.Tensor.__index__(self._twin())
+    def get_device(self) -> int:
+        """Return the index of the device, -1 on the CPU."""
+        return -1 if self.device.index is None else self.device.index
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
         """Build a tensor from data, with this one's dtype and device unless others are given."""
@@ -182,30 +176,37 @@ class FakeTensor(torch.Tensor):
         size = args[0] if args and isinstance(args[0], torch.Size) else args
         return self.new_empty(size or (0,))
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Run backward; refused for devices that are not there, where torch would abort."""
-        if not hardware(self.device.type):
-            raise RuntimeError(f"backward of {self!r}: there is no {self.device.type} device here")
-        super().backward(*args, **kwargs)
-
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Convert dtype or device, as ``Tensor.to``."""
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
         args = tuple(indexed(a) for a in args)
-        if "device" in kwargs:
+        if kwargs.get("device") is not None:
             kwargs["device"] = indexed(kwargs["device"])
-        return super().to(*args, **kwargs)
+        target = kwargs.get("device") or (args and args[0])
+        if not isinstance(target, (torch.device, str)) or hardware(self.device.type):
+            return super().to(*args, **kwargs)
+        return self._moved(torch.device(target), *args, **kwargs)
+
+    def _moved(self, device: torch.device, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Convert from hardware that is not there, of which C++ knows nothing."""
+        dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
+        dtype = dtypes[0] if dtypes else self.dtype
+        if device == self.device and dtype == self.dtype and not kwargs.get("copy"):
+            return self
+        return torch.ops.aten._to_copy.default(self, dtype=dtype, device=device)
+
+    def cpu(self, **kwargs: Any) -> torch.Tensor:
+        """Convert to the CPU."""
+        return self.to(torch.device("cpu"))
 
     def cuda(self, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """Convert to a CUDA device, present or not."""
         kwargs.pop("memory_format", None)
         index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        if index is None and hardware("cuda"):
+            return super().cuda(**kwargs)
         return self.to(torch.device("cuda", index or 0), **kwargs)
-
-
-def twins(arg: Any) -> Any:
-    if isinstance(arg, FakeTensor):
-        return arg._twin()
-    return tuple(map(twins, arg)) if type(arg) is tuple else arg
 
 
 def indexed(arg: Any) -> Any:
@@ -254,8 +255,9 @@ def is_fake(tensor: Any) -> bool:
 def wrap(value: Any, cls: type = FakeTensor) -> torch.Tensor:
     """Make the fake tensor of a recorded value."""
     g = value.geometry
+    device = g.device if hardware(g.device.type) else _META
     fake = _make(
-        cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=g.device
+        cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=device
     )
     fake._value = value
     if g.conj:
@@ -268,5 +270,10 @@ def wrap(value: Any, cls: type = FakeTensor) -> torch.Tensor:
 def refit(fake: torch.Tensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
     with torch.no_grad():
-        torch.Tensor.data.__set__(fake, wrap(value))  # type: ignore[attr-defined]
+        like = wrap(value)
+        if torch._has_compatible_shallow_copy_type(fake, like):
+            _data.__set__(fake, like)  # type: ignore[attr-defined]
+        else:  # from or to hardware that is not there; only torch 2.3 and later can
+            like.requires_grad_(fake.requires_grad)
+            torch._C._swap_tensor_impl(fake, like)
     fake._value = value  # type: ignore[attr-defined]
