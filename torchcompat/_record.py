@@ -35,9 +35,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(first, FakeTensor):
         if plan.inplace and not plan.views_metadata and not plan.hidden:
             storage = first._value.storage
-            simple = not any(isinstance(a, (torch.Tensor, list)) for a in args[1:])
-            if simple and (storage is None or storage.memory is None):
-                return _fill(plan, first, args, kwargs)
+            if storage is None or storage.memory is None:
+                for arg in args[1:]:
+                    if isinstance(arg, (torch.Tensor, list)):
+                        break
+                else:
+                    return _fill(plan, first, args, kwargs)
         if func is aten.detach.default:
             return alias(first)
     elif plan.plain_empty and thread.devices and not thread.pure:

@@ -53,10 +53,6 @@ class Mode(TorchDispatchMode):
         return self._dispatch(func, args, kwargs or {})
 
 
-_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
-_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu}
-
-
 def _faked(kind: str) -> bool:
     """Tell whether tensors of a device type are faked on this thread without its hardware."""
     return not fake_tensor.hardware(kind) and (kind != "cuda" or bool(thread.devices))
@@ -68,13 +64,6 @@ def require_devices(kind: str) -> None:
         torch.cuda._lazy_init()
 
 
-# Kernels that decide by the class of their argument which algorithm they use.
-_WHOLE = {
-    torch.linalg.svdvals: torch.ops.aten.linalg_svdvals.default,
-    torch.linalg.eigvalsh: torch.ops.aten.linalg_eigvalsh.default,
-}
-
-
 class FunctionMode(TorchFunctionMode):
     """Serves calls that read data before they dispatch, or name hardware that is not there."""
 
@@ -83,31 +72,56 @@ class FunctionMode(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FROM_DATA:
-            if isinstance(args[0], (list, tuple)):
-                args = (self._recorder.real_data(args[0]), *args[1:])
-            device = kwargs.get("device")
-            if device is None and not fake_tensor.hardware("cuda"):
-                device = torch.empty(0).device  # the default, whoever set it
-            device = torch.device(device or "cpu")
-            if _faked(device.type):
-                made = func(*args, **{**kwargs, "device": "cpu"})
-                return made.to(fake_tensor.indexed(device))
-        elif func in _WHOLE and fake_tensor.is_fake(args[0]) and not args[0].requires_grad:
-            return self._recorder.whole(_WHOLE[func], args)
-        elif func in _MOVES and not fake_tensor.is_fake(args[0]):
-            if func is not torch.Tensor.to:
-                kind = func.__name__
-                if not _faked(kind):
-                    return func(*args, **kwargs)
-                index = (*args[1:], kwargs.pop("device", None), None)[0]
-                index = index if isinstance(index, int) else torch.device(index or kind).index
-                return args[0].to(torch.device(kind, index or 0), **kwargs)
-            args = tuple(fake_tensor.indexed(a) for a in args)
-            if "device" in kwargs:
-                kwargs["device"] = fake_tensor.indexed(kwargs["device"])
+        if func in _SERVED:
+            return _SERVED[func](self._recorder, func, args, dict(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _from_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Build a tensor from data: fakes in it are computed, absent devices come after."""
+    if args and isinstance(args[0], (list, tuple)):
+        args = (recorder.real_data(args[0]), *args[1:])
+    device = kwargs.get("device")
+    if device is None and not fake_tensor.hardware("cuda"):
+        device = torch.empty(0).device  # the default, whoever set it
+    device = torch.device(device or "cpu")
+    if _faked(device.type):
+        return func(*args, **{**kwargs, "device": "cpu"}).to(fake_tensor.indexed(device))
+    return func(*args, **kwargs)
+
+
+def _moved(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Move a real tensor to a device that may not be there."""
+    if fake_tensor.is_fake(args[0]):
         return func(*args, **kwargs)
+    if func is torch.Tensor.to:
+        if "device" in kwargs:
+            kwargs["device"] = fake_tensor.indexed(kwargs["device"])
+        return func(*(fake_tensor.indexed(a) for a in args), **kwargs)
+    kind = func.__name__
+    if not _faked(kind):
+        return func(*args, **kwargs)
+    index = (*args[1:], kwargs.pop("device", None), None)[0]
+    index = index if isinstance(index, int) else torch.device(index or kind).index
+    return args[0].to(torch.device(kind, index or 0), **kwargs)
+
+
+def _as_called(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record a kernel that decides by the class of its argument which algorithm it uses."""
+    if fake_tensor.is_fake(args[0]) and not args[0].requires_grad:
+        return recorder.whole(_WHOLE[func], args)
+    return func(*args, **kwargs)
+
+
+_WHOLE = {
+    torch.linalg.svdvals: torch.ops.aten.linalg_svdvals.default,
+    torch.linalg.eigvalsh: torch.ops.aten.linalg_eigvalsh.default,
+}
+_SERVED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
+    **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu), _moved),
+    **dict.fromkeys(_WHOLE, _as_called),
+}
 
 
 @contextlib.contextmanager

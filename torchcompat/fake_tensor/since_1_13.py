@@ -72,7 +72,7 @@ class FakeTensor(torch.Tensor):
 
     def detach(self) -> torch.Tensor:
         """Give an alias outside the graph."""
-        result = super().detach()
+        result = _recorder.alias(self)
         # nn.Parameter.__new__ insists on getting its own argument's class back.
         if type(self) is not FakeTensor and sys._getframe(1).f_code is _new_parameter:
             result.__class__ = type(self)
