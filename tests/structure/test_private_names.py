@@ -37,6 +37,8 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _is_private(name: str) -> bool:
+    if name.startswith("torch.ops."):  # an operator's schema is public whatever its name
+        return False
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
