@@ -19,7 +19,8 @@ from tests.test_slowmo import load, run_ranks
 from torchcompat import _gate
 from torchcompat.optimizers import AnyPrecisionAdamW, anyprecision_optimizer
 
-FSDP2 = (2, 7)  # fully_shard is public from 2.6 on, but asks for CUDA streams there
+# fully_shard is public from 2.6 on; without CUDA it fails there and forgets to divide before 2.9.
+FSDP2 = (2, 9)
 FLOAT32 = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
 
 
@@ -379,10 +380,10 @@ def test_examples_of_the_documentation(root, run_python):
     # Each with a store of its own: old releases wait for ever on one that was used before.
     examples = [f"{rank_variables()}\n{part.partition('```')[0]}" for part in parts]
     done = run_python("\n".join(examples))
-    any_precision, slowmo, gossip = done.stdout.splitlines()[-3:]
-    assert "'exp_avg_sq': torch.float32" in any_precision
-    assert slowmo == "12"
-    assert gossip == "1 nodes after step 12 None"
+    lines = done.stdout.splitlines()  # among which gloo's own, on some releases
+    assert any("'exp_avg_sq': torch.float32" in line for line in lines)
+    assert "12" in lines
+    assert "1 nodes after step 12 None" in lines
 
 
 def rank_variables():
@@ -489,7 +490,7 @@ def test_dtensor_equals_plain_tensor(shards):
     [
         "fsdp",
         "fsdp original parameters",
-        pytest.param("fsdp2", marks=pytest.mark.since(FSDP2, why="fully_shard needs CUDA before")),
+        pytest.param("fsdp2", marks=pytest.mark.since(FSDP2, why="wrong on gloo before")),
     ],
 )
 def test_fsdp_equals_plain_training(shards, name):
