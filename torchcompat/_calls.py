@@ -1,8 +1,8 @@
 """One operator call in general: its arguments encoded, its outputs made, its effects noted.
 
-A call that cannot be recorded faithfully is run now (``run``): it writes real memory, or reads a large
-tensor that the program may change. A call whose result is no tensor is answered (``answer``) from
-values computed on scratch memory; what it read stays deferred.
+A call that cannot be recorded faithfully is run now (``run``): it writes real memory, or reads a
+large tensor that the program may change. A call whose result is no tensor is answered (``answer``)
+from values computed on scratch memory; what it read stays deferred.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ FakeTensor = fake_tensor.FakeTensor
 aten = torch.ops.aten
 
 _SKIPPED = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))
-_NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
-_SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not be inferred
 _WITH_GENERATOR = {aten.randperm.default: aten.randperm.generator}
-# Operators that take tensors of several devices.
-_ACROSS_DEVICES = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_", "set_"}
 # Questions about metadata, which must not compute anything.
 _METADATA = {"is_pinned": False, "is_coalesced": False, "is_same_size": None, "device": None}
 
@@ -115,7 +111,8 @@ def dense(g: Geometry) -> bool:
 
 def note_graph(op: Op, fakes: Any, results: list[Value]) -> None:
     """Note that ``op`` extends the autograd graph, and from which leaves."""
-    results = [r for r in results if r.geometry.dtype.is_floating_point or r.geometry.dtype.is_complex]
+    dtypes = ((r, r.geometry.dtype) for r in results)
+    results = [r for r, dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     inputs = [f for f in fakes if f.requires_grad]
     if not results:
         return
@@ -161,8 +158,9 @@ def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
     if all(r is None for r in plan.returns) and _all_real_and_large(fakes):
         return run(plan, args, kwargs)
     op = new_op(plan.func, (), {}, plan.name)
-    outputs = Outputs(plan, args, kwargs, op)
-    return outputs.build(written, fakes)
+    from torchcompat._outputs import Outputs  # it needs this module
+
+    return Outputs(plan, args, kwargs, op).build(written, fakes)
 
 
 def _all_real_and_large(fakes: list[Any]) -> bool:
@@ -234,7 +232,7 @@ def _rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
         source = args[1]
         if not isinstance(source, torch.Tensor):  # a storage: memory that exists
             if source.nbytes() and not source.data_ptr():
-                raise RuntimeError("set_ with the storage of a deferred tensor: pass the tensor itself")
+                raise RuntimeError("set_ to a deferred tensor's storage: pass the tensor itself")
             with autograd_hooks.quiet():
                 made = torch.empty(0, dtype=fake.dtype, device="cpu")
                 made = plan.func(made, *args[1:], **kwargs)
@@ -296,177 +294,3 @@ def _grown(value: Value, g: Geometry) -> Value:
     op.reads, op.made = (value,), (storage,)
     storage.writers.append(op)
     return Value(storage, g)
-
-
-def _flat(results: Any) -> Any:
-    return results if isinstance(results, (list, tuple)) else (results,)
-
-
-def _require_within(g: Geometry, root: Geometry) -> None:
-    """Refuse a view that reaches beyond its memory, as torch does."""
-    size = torch.empty(0, dtype=root.dtype, device="cpu").element_size()
-    wanted = g.reach * torch.empty(0, dtype=g.dtype, device="cpu").element_size()
-    if g.numel and wanted > root.reach * size:
-        raise RuntimeError(
-            f"sizes {list(g.size)}, strides {list(g.stride)}, storage offset {g.offset} need a storage "
-            f"of {wanted} bytes, which is out of bounds for storage of size {root.reach * size}"
-        )
-
-
-class Outputs:
-    """The results of one call: inferred, then made as fakes and noted on the tape."""
-
-    def __init__(self, plan: Plan, args: Any, kwargs: dict[str, Any], op: Op | None) -> None:
-        self.plan, self.op = plan, op
-        self.args, self.kwargs = args, kwargs
-        self.values: list[Value] = []
-        keep = op is not None and op.grad
-        self.encoded = [encode(a, keep and getattr(a, "requires_grad", False)) for a in args]
-        self.named = {k: encode(a) if k != "generator" else None for k, a in kwargs.items()}
-        self.device = self._device()
-        if op is not None:
-            in_graph = {f._value for f in tensors(args, kwargs)[0] if op.grad and f.requires_grad}
-            op.args = [
-                a if i in plan.returns else fixed(a, in_graph) for i, a in enumerate(self.encoded)
-            ]
-            op.kwargs = {k: fixed(a, in_graph) for k, a in self.named.items()}
-        self.results = self._infer()
-
-    def _device(self) -> torch.device:
-        device = self.kwargs.get("device")
-        if device is None:
-            items = [i for a in (*self.encoded, *self.named.values()) for i in tensors_in(a)]
-            device = _infer.common_device(items, self.plan.name not in _ACROSS_DEVICES)
-        if device is None:
-            return torch.device("cpu")
-        if self.kwargs.get("device") is not None:
-            require_devices(device.type)
-        return fake_tensor.indexed(device)
-
-    def _infer(self) -> Any:
-        try:
-            return _infer.infer(self.plan, self.encoded, self.named)
-        except _NO_KERNEL:
-            if self.plan.inplace:
-                return self.args[0]
-            if self.op is None:
-                raise
-        except Exception:
-            size = sum(
-                f.numel() * f.element_size() for f in tensors(self.args, self.kwargs)[0]
-            )
-            if self.op is None or size > _SMALL or not fake_tensor.hardware(self.device.type):
-                raise
-        return self._discover()
-
-    def _discover(self) -> Any:
-        """Learn the shapes by running the operator on computed values."""
-        generator = self.kwargs.get("generator") or streams.default_generator(self.device)
-        if self.op is None or generator is None:
-            return run(self.plan, self.args, self.kwargs)
-        # Whether an operator from elsewhere draws is told by the generator alone.
-        streams.expose(generator)
-        before = streams.get_state(generator)
-        result = run(self.plan, self.args, self.kwargs)
-        after = streams.get_state(generator)
-        if self.plan.random or not torch.equal(before, after):
-            self.op.position = streams.Position(streams.Origin(before))
-            self.op.after = streams.Position(streams.Origin(after))
-            self.op.takes_generator = self.plan.generator
-        return result
-
-    def build(self, written: Any = (), fakes: Any = ()) -> Any:
-        """Return what the caller gets, and put the call on the tape."""
-        if any(getattr(r, "layout", torch.strided) != torch.strided for r in _flat(self.results)):
-            return run(self.plan, self.args, self.kwargs)  # a tape is of dense memory
-        returns = self.plan.returns
-        single = not isinstance(self.results, (list, tuple))
-        results = (self.results,) if single else self.results
-        many = len(returns) == 1 and not single
-        if not returns:
-            made = None
-            self.made: list[Any] = []
-        else:
-            self.made = []
-            listed = [
-                self._output(returns[0] if many else returns[i], r) for i, r in enumerate(results)
-            ]
-            made = listed[0] if single else type(self.results)(listed) if many else tuple(listed)
-        if self.op is not None:
-            self._note(written, fakes)
-        return made
-
-    def _output(self, origin: int | None, result: Any) -> Any:
-        if isinstance(result, (list, tuple)):
-            return [self._output(origin, r) for r in result]
-        if isinstance(result, Geometry):
-            shape = result.size
-        elif isinstance(result, torch.Tensor):
-            shape = result.shape
-        else:
-            self.made.append(None)
-            return result
-        if origin is not None:
-            name = self.plan.argument_names[origin]
-            source = self.args[origin] if origin < len(self.args) else self.kwargs[name]
-            if any(i == origin for i, _ in self.plan.writes):
-                self.made.append(None)
-                return self._written(source, result, tuple(shape))
-            base = source._value
-            geometry = _infer.located(result, base.geometry.device)
-            if self.plan.name == "as_strided" and base.storage:
-                _require_within(geometry, base.storage.root)
-            value = Value(base.storage, geometry, base, self.op, len(self.made))
-            self.made.append(None)
-            return self._wrap(value, result)
-        geometry = _infer.located(result, self.device)
-        if self.device.type == "meta":
-            self.made.append(None)
-            return _infer.meta_tensor(geometry)
-        storage = Storage(geometry) if self.op is not None else None
-        self.made.append(storage)
-        return self._wrap(Value(storage, geometry), result)
-
-    def _wrap(self, value: Value, result: Any) -> Any:
-        if isinstance(result, torch.Tensor) and result.device.type == "meta":
-            value.meta = result
-        self.values.append(value)
-        return fake_tensor.wrap(value)
-
-    def _written(self, source: Any, result: Any, shape: tuple[int, ...]) -> Any:
-        """Return a written argument; an ``out=`` of another shape gets new memory first."""
-        if shape != tuple(source.shape) and source._value.storage is not None:
-            storage = Storage(_infer.located(result, source._value.geometry.device))
-            old, value = source._value, Value(storage, storage.root)
-            fix(source, value)
-            assert self.op is not None
-            swap = {k: replace(v, lambda x: value if x is old else x) for k, v in self.named.items()}
-            self.op.kwargs = self.named = swap
-        return source
-
-    def _note(self, written: Any, fakes: Any) -> None:
-        """Put the call on the tape of every storage it makes or writes."""
-        op, plan = self.op, self.plan
-        assert op is not None
-        op.made = self.made
-        op.writes = [t._value for t in written]
-        items = [i for a in (*op.args, *op.kwargs.values()) for i in tensors_in(a)]
-        op.reads = [i for i in items if isinstance(i, Value)]
-        if plan.overwrites and len(op.writes) == 1:
-            index, name = plan.writes[0]
-            rest = [a for i, a in enumerate(op.args) if i != index]
-            rest += [a for k, a in op.kwargs.items() if k != name]
-            others = [i for a in rest for i in tensors_in(a) if isinstance(i, Value)]
-            target = op.writes[0]
-            apart = all(v.storage is not target.storage for v in others)
-            if apart and covers(target) and written[0].grad_fn is None:
-                op.reads, op.overwrites = others, True
-        if plan.random and op.position is None:
-            note_draws(plan, op, self.args, self.kwargs, self.device)
-        if op.grad and any(f.requires_grad for f in fakes):
-            note_graph(op, fakes, [*self.values, *op.writes])
-        for storage in self.made:
-            if storage is not None:
-                storage.writers.append(op)
-        for storage in {id(v.storage): v.storage for v in op.writes}.values():
-            storage.writers.append(op)

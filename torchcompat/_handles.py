@@ -1,7 +1,7 @@
 """What fakes and patches ask of the recorder, apart from operators.
 
-These are the things that reach Python without the dispatcher: reading and assigning ``.data``, giving
-memory to numpy, copying, and recording a Python function as one operator.
+These are the things that reach Python without the dispatcher: reading and assigning ``.data``,
+giving memory to numpy, copying, and recording a Python function as one operator.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def assign(fake: Any, source: torch.Tensor) -> None:
         base = source._value  # type: ignore[attr-defined]
         _calls.fix(fake, Value(base.storage, base.geometry, base))
     elif source.device.type == "meta" or source.layout != torch.strided:
-        torch._C._TensorBase.data.__set__(fake, source)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(fake, source)  # type: ignore[attr-defined]
     else:
         _calls.fix(fake, _calls.constant(source))
 
@@ -166,7 +166,7 @@ def filled_as(fake: Any, shape: tuple[int, ...], device: torch.device) -> torch.
     with autograd_hooks.quiet():
         made = torch.empty(shape, dtype=fake.dtype, device=device)
         for op in storage.writers:
-            scalars = [a for a in op.args[1:]]
+            scalars = list(op.args[1:])
             if op.name in fills:
                 scalars = {"zeros": [], "ones": [1]}.get(op.name, scalars)
                 fills[op.name](made, *scalars)
@@ -176,7 +176,7 @@ def filled_as(fake: Any, shape: tuple[int, ...], device: torch.device) -> torch.
                     extra["generator"] = streams.Cursor(device).seek(op.position)
                 op.func(made, *scalars, **extra)
             else:
-                raise ValueError(f"{op.describe()} is no fill: its values depend on the whole shape")
+                raise ValueError(f"{op.describe()} is no fill: values depend on the whole shape")
     return made.requires_grad_(fake.requires_grad)
 
 

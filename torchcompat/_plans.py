@@ -87,6 +87,7 @@ class Plan:
         "composite",
         "draws",
         "fill",
+        "fills",
         "func",
         "generator",
         "hidden",
@@ -128,6 +129,7 @@ class Plan:
         self.views_metadata = torch.Tag.inplace_view in func.tags or self.rebinds
         self.is_like = own and self.name in _LIKES and _fills(self.name, schema)
         self.fill = _LIKES.get(self.name) if self.is_like else None
+        self.fills = self.inplace and not self.views_metadata and self.name not in _HIDDEN_WRITES
         self.hidden = _HIDDEN_WRITES.get(self.name) if own else None
         if own and self.name in _HIDDEN_VIEWS:
             self.returns = [0]

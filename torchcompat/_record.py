@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _infer, fake_tensor
+from torchcompat import _calls, _infer, _outputs, fake_tensor
 from torchcompat._calls import covers, new_op, note_draws, note_graph
 from torchcompat._plans import Plan, plan_for, plans
 from torchcompat._tape import Geometry, Storage, Value
@@ -33,14 +33,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     plan = plans.get(func) or plan_for(func)
     first = args[0] if args else None
     if isinstance(first, FakeTensor):
-        if plan.inplace and not plan.views_metadata and not plan.hidden:
-            storage = first._value.storage
-            if storage is None or storage.memory is None:
-                for arg in args[1:]:
-                    if isinstance(arg, (torch.Tensor, list)):
-                        break
-                else:
-                    return _fill(plan, first, args, kwargs)
+        if plan.fills and _is_fill(first, args):
+            return _fill(plan, first, args, kwargs)
         if func is aten.detach.default:
             return alias(first)
     elif plan.plain_empty and thread.devices and not thread.pure:
@@ -56,6 +50,17 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan.is_like:
         return _factory(plan, args, kwargs, fakes[0])
     return _calls.record(plan, args, kwargs, fakes)
+
+
+def _is_fill(fake: Any, args: Any) -> bool:
+    """Tell whether an in-place call writes deferred memory and reads no other tensor."""
+    storage = fake._value.storage
+    if storage is not None and storage.memory is not None:
+        return False
+    for arg in args[1:]:  # noqa: SIM110 - any() with a generator takes twice the time
+        if isinstance(arg, (torch.Tensor, list)):
+            return False
+    return True
 
 
 # Short paths: most of what a constructor does.
@@ -91,6 +96,8 @@ def alias(fake: Any) -> Any:
 def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) -> Any:
     """Record a factory as new memory and, where it has contents, one in-place operator on it."""
     device = kwargs.get("device") or (like.device if like is not None else _CPU)
+    if device.type == "meta":
+        return plan.func(*map(_infer.to_meta, args), **kwargs)
     geometry = _sized(plan, args, kwargs, device, like)
     if geometry is None:
         encoded = [_calls.encode(a) for a in args]
@@ -99,7 +106,7 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
             raise NotImplementedError(f"{plan.name} of a {result.layout} tensor cannot be deferred")
         geometry = _infer.geometry_of(result, fake_tensor.indexed(device))
     if kwargs.get("pin_memory"):
-        torch._C._TensorBase.pin_memory(torch.empty(0, device="cpu"))  # fails where eager fails
+        torch.empty(0, device="cpu").pin_memory()  # fails where eager fails
     if thread.pure or (fake_tensor.is_fake(like) and like._value.storage is None):
         return fake_tensor.wrap(Value(None, geometry))
     storage = Storage(geometry)
@@ -176,7 +183,7 @@ def _pure(plan: Plan, args: Any, kwargs: dict[str, Any], allowed: bool) -> Any:
     """Serve an operator on fakes that have no tape."""
     if not allowed:
         raise ValueError(
-            f"{plan.name} mixes a tensor made by fake_mode into a recording: it can have no values. "
-            "Make it inside deferred_init, or use fake_mode for all of them."
+            f"{plan.name} mixes a tensor made by fake_mode into a recording: it can have no values."
+            " Make it inside deferred_init, or use fake_mode for all of them."
         )
-    return _calls.Outputs(plan, args, kwargs, None).build()
+    return _outputs.Outputs(plan, args, kwargs, None).build()

@@ -164,7 +164,7 @@ class Const:
                 tensor = tensor.detach().clone() if tensor.layout == torch.strided else tensor
         self.tensor = tensor
         if keep or not small:
-            self._version = _version(tensor)
+            self._version = version_of(tensor)
             self._mark = _checksums(tensor)
             watchers = Const.watched.setdefault(_address(tensor), [])
             watchers[:] = [w for w in watchers if w() is not None]
@@ -174,7 +174,7 @@ class Const:
         """Tell whether the tensor is not what it was when it was recorded."""
         if self._version < 0:
             return False
-        if self._version != _version(self.tensor):
+        if self._version != version_of(self.tensor):
             return True
         now = _checksums(self.tensor)
         return now is not None and not all(map(torch.equal, now, self._mark or ()))
@@ -193,7 +193,8 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter of a tensor; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

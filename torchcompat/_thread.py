@@ -1,8 +1,9 @@
 """What each thread is recording, and the mode that makes it so.
 
-One mode per thread serves nested ``deferred_init`` and ``fake_mode`` calls; the outermost pushes and
-pops it. The mode keeps torch from starting devices that are not there (see ``autograd_hooks``), and the
-function mode gives devices an index and moves ``torch.tensor(..., device="cuda")`` behind the CPU.
+One mode per thread serves nested ``deferred_init`` and ``fake_mode`` calls; the outermost pushes
+and pops it. The mode keeps torch from starting devices that are not there (see ``autograd_hooks``),
+and the function mode gives devices an index and has ``torch.tensor(..., device="cuda")`` made on
+the CPU first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, Callable, Iterator
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchcompat import autograd_hooks, fake_tensor
 from torchcompat._random import streams
@@ -35,7 +35,7 @@ _recording = 0
 _lock = threading.Lock()
 
 
-class Mode(TorchDispatchMode):
+class Mode(autograd_hooks.TorchDispatchMode):
     """Sends every operator of this thread to the recorder."""
 
     def __init__(self, dispatch: Callable[..., Any]) -> None:
@@ -113,6 +113,11 @@ def _as_called(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     return func(*args, **kwargs)
 
 
+def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Build what is always built for real, of computed values."""
+    return func(*(recorder.real_data([a])[0] for a in args), **kwargs)
+
+
 _WHOLE = {
     torch.linalg.svdvals: torch.ops.aten.linalg_svdvals.default,
     torch.linalg.eigvalsh: torch.ops.aten.linalg_eigvalsh.default,
@@ -120,6 +125,7 @@ _WHOLE = {
 _SERVED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu), _moved),
+    torch.sparse_coo_tensor: _of_real_data,
     **dict.fromkeys(_WHOLE, _as_called),
 }
 
@@ -191,7 +197,7 @@ def faking(recorder: Any, cuda: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Run operators for real, past every mode."""
-    guard = torch._C._DisableTorchDispatch()
+    guard = autograd_hooks.past_dispatch()
     try:
         yield
     finally:

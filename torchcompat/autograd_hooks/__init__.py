@@ -13,8 +13,21 @@ import threading
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchcompat import _gate
+
+__all__ = [
+    "LADDER",
+    "TorchDispatchMode",
+    "become",
+    "enter",
+    "free_mode_key",
+    "hand_over",
+    "leave",
+    "past_dispatch",
+    "quiet",
+]
 
 LADDER: _gate.Ladder = (
     ((1, 13), "since_1_13"),
@@ -93,3 +106,8 @@ class quiet:  # noqa: N801
         if self._inference:
             self._inference.__exit__(*exc)
         torch._C._set_grad_enabled(self._grad)
+
+
+def past_dispatch() -> Any:
+    """Return a guard: while it lives, operators of this thread do not reach Python."""
+    return torch._C._DisableTorchDispatch()

@@ -1,9 +1,10 @@
-"""Fakes are wrapper subclasses whose attributes C++ answers and whose operators Python sees.
+"""The floor: fakes are wrapper subclasses; C++ answers for their attributes (pytorch#65340).
 
-``_make_wrapper_subclass`` exists in this form since torch 1.13 (pytorch#84204 and its neighbours).
 A fake carries one ``_value``: what the recorder knows of it. Operators reach the recorder through
-``__torch_dispatch__``; what C++ would answer from memory that is not there is answered by the methods
-below. ``__torch_function__`` is switched off, so that operators cost one trip to Python, not two.
+``__torch_dispatch__``; what C++ would answer from memory that is not there is answered by the
+methods below. ``__torch_function__`` is switched off, so that operators cost one trip to Python,
+not two. Where a fake must change what C++ cannot change in place, two tensors swap their insides,
+which torch can do since pytorch#111747 and pytorch#116955 (torch 2.3).
 
 A fake that stands for an ``nn.Parameter`` or another subclass is an instance of a class made for it
 that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (layout conflict).
@@ -12,17 +13,20 @@ that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 _recorder: Any = None
-_classes: dict[type, type] = {}
+_classes: dict[type, type[FakeTensor]] = {}
 _META = torch.device("meta")
 _hardware: dict[str, bool] = {"cpu": True, "meta": True}
 _new_parameter = torch.nn.Parameter.__new__.__code__
-_data = torch._C._TensorBase.data
+_data: Any = torch._C._TensorBase.data
+_lazy: tuple[type, ...] = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 _make = torch.Tensor._make_wrapper_subclass
 
 
@@ -42,17 +46,20 @@ def hardware(kind: str) -> bool:
 
 
 class FakeTensor(torch.Tensor):
-    """A tensor without memory. Not part of the API: use ``is_fake`` to ask, never ``isinstance``."""
+    """A tensor without memory. Not part of the API: use ``is_fake`` to ask, not ``isinstance``."""
 
     _value: Any
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs know no class method here
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _recorder.dispatch(func, args, kwargs or {})
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> Any:
+        """An alias outside the graph; assigning makes the fake stand for other memory."""
         return _recorder.alias(self)
 
     @data.setter
@@ -67,10 +74,11 @@ class FakeTensor(torch.Tensor):
     def _is_param(self, flag: bool) -> None:
         # nn.Parameter.__new__ marks a custom tensor so; the class it was called for is the truth.
         frame = sys._getframe(1)
-        cls = frame.f_locals.get("cls") if frame.f_code is _new_parameter else torch.nn.Parameter
+        inside = frame.f_code is _new_parameter
+        cls: type = frame.f_locals["cls"] if inside else torch.nn.Parameter
         self.__class__ = fake_class(cls)
 
-    def detach(self) -> torch.Tensor:
+    def detach(self) -> Any:
         """Give an alias outside the graph."""
         result = _recorder.alias(self)
         # nn.Parameter.__new__ insists on getting its own argument's class back.
@@ -78,9 +86,9 @@ class FakeTensor(torch.Tensor):
             result.__class__ = type(self)
         return result
 
-    def as_subclass(self, cls: type) -> torch.Tensor:
+    def as_subclass(self, cls: type) -> Any:
         """Give an alias that reports ``cls`` as one of its classes."""
-        result = super().view_as(self) if torch.is_grad_enabled() else self.data
+        result: torch.Tensor = super().view_as(self) if torch.is_grad_enabled() else self.data
         result.__class__ = fake_class(cls)
         return result
 
@@ -97,7 +105,7 @@ class FakeTensor(torch.Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return _recorder.expose(self).__dlpack__(*args, **kwargs)
 
-    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Share the memory of another tensor or storage."""
         if isinstance(source, FakeTensor) and (args or kwargs):
             return _recorder.set_strided(self, source, *args, **kwargs)
@@ -143,31 +151,35 @@ class FakeTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
 
-    # What C++ knows as the device of a tensor whose hardware is not there is ``meta``: its guards for
-    # other devices fail, and in autograd they abort the process.
+    # What C++ knows as the device of a tensor whose hardware is not there is ``meta``: its guards
+    # for other devices fail, and in autograd they abort the process.
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Any:
+        """The device that the tensor reports, there or not."""
         return self._value.geometry.device
 
     is_cuda = property(lambda self: self.device.type == "cuda")
     is_cpu = property(lambda self: self.device.type == "cpu")
-    is_meta = property(lambda self: False)
+    is_meta = property(lambda _: False)
     is_xpu = property(lambda self: self.device.type == "xpu")
     is_mps = property(lambda self: self.device.type == "mps")
     is_xla = property(lambda self: self.device.type == "xla")
 
     def get_device(self) -> int:
         """Return the index of the device, -1 on the CPU."""
-        return -1 if self.device.index is None else self.device.index
+        index = _index(self.device)
+        return -1 if index is None else index
 
-    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+    def new_tensor(  # type: ignore[override]  # torch takes keywords only; its stubs do not say so
+        self, data: Any, **options: Any
+    ) -> torch.Tensor:
         """Build a tensor from data, with this one's dtype and device unless others are given."""
         device = torch.device(options.pop("device", None) or self.device)
         made = torch.tensor(data, dtype=options.pop("dtype", self.dtype), **options)
         return made if device == made.device else made.to(device)
 
-    def new(self, *args: Any, **options: Any) -> torch.Tensor:
+    def new(self, *args: Any, **options: Any) -> Any:
         """Legacy constructor: sizes, a sequence or nothing, with this one's dtype and device."""
         if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
             if isinstance(args[0], torch.Tensor):
@@ -194,26 +206,34 @@ class FakeTensor(torch.Tensor):
         dtype = dtypes[0] if dtypes else self.dtype
         if device == self.device and dtype == self.dtype and not kwargs.get("copy"):
             return self
-        return torch.ops.aten._to_copy.default(self, dtype=dtype, device=device)
+        made: torch.Tensor = torch.ops.aten._to_copy.default(self, dtype=dtype, device=device)
+        return made
 
-    def cpu(self, **kwargs: Any) -> torch.Tensor:
+    def cpu(self, memory_format: Any = None) -> torch.Tensor:
         """Convert to the CPU."""
         return self.to(torch.device("cpu"))
 
-    def cuda(self, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def cuda(  # type: ignore[override]  # what is not named here goes on to ``Tensor.to``
+        self, device: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
         """Convert to a CUDA device, present or not."""
         kwargs.pop("memory_format", None)
-        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        index = device if isinstance(device, int) else _index(torch.device(device or "cuda"))
         if index is None and hardware("cuda"):
             return super().cuda(**kwargs)
         return self.to(torch.device("cuda", index or 0), **kwargs)
+
+
+def _index(device: torch.device) -> int | None:
+    """Return the index of a device; torch's stubs do not know that there may be none."""
+    return device.index
 
 
 def indexed(arg: Any) -> Any:
     """Give a device without an index the first one, where torch cannot ask for the current one."""
     if isinstance(arg, (str, torch.device)):
         device = torch.device(arg)
-        if device.index is None and not hardware(device.type):
+        if _index(device) is None and not hardware(device.type):
             return torch.device(device.type, 0)
     return arg
 
@@ -225,7 +245,7 @@ def _initialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) ->
     self.__class__ = fake_class(self.cls_to_become)
 
 
-def fake_class(cls: type) -> type:
+def fake_class(cls: type) -> type[FakeTensor]:
     """Return the class of fakes that stand for instances of ``cls``."""
     if cls is torch.Tensor:
         return FakeTensor
@@ -233,12 +253,15 @@ def fake_class(cls: type) -> type:
         return cls
     if cls not in _classes:
         body: dict[str, Any] = {"__doc__": f"A fake {cls.__name__}.", "__module__": __name__}
-        if issubclass(cls, UninitializedTensorMixin):
+        if issubclass(cls, _lazy):
             body["materialize"] = _initialize
+        metaclass: Any = type(cls)
         try:
-            _classes[cls] = type(cls)(cls.__name__, (FakeTensor, cls), body)
+            _classes[cls] = metaclass(cls.__name__, (FakeTensor, cls), body)
         except TypeError as error:
-            raise TypeError(f"tensors of class {cls.__name__} cannot be deferred: {error}") from None
+            raise TypeError(
+                f"tensors of class {cls.__name__} cannot be deferred: {error}"
+            ) from None
     return _classes[cls]
 
 
@@ -247,16 +270,27 @@ def real_class(fake: torch.Tensor) -> type:
     return torch.Tensor if type(fake) is FakeTensor else type(fake).__bases__[1]
 
 
-def is_fake(tensor: Any) -> bool:
+def is_fake(tensor: Any) -> TypeGuard[FakeTensor]:
     """Tell whether ``tensor`` is a fake; never raises, whatever is passed."""
     return issubclass(type(tensor), FakeTensor)
 
 
-def wrap(value: Any, cls: type = FakeTensor) -> torch.Tensor:
+def subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return a leaf of class ``cls`` on the memory of a real tensor."""
+    return torch.Tensor._make_subclass(cls, tensor, requires_grad)
+
+
+def is_composite(func: Any) -> bool:
+    """Tell whether an overload is defined by others (seen only where autograd is off)."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(func.name(), "CompositeImplicitAutograd"))
+
+
+def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
     """Make the fake tensor of a recorded value."""
     g = value.geometry
     device = g.device if hardware(g.device.type) else _META
-    fake = _make(
+    fake: FakeTensor = _make(
         cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=device
     )
     fake._value = value
@@ -267,13 +301,25 @@ def wrap(value: Any, cls: type = FakeTensor) -> torch.Tensor:
     return fake
 
 
-def refit(fake: torch.Tensor, value: Any) -> None:
+def refit(fake: FakeTensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
     with torch.no_grad():
         like = wrap(value)
         if torch._has_compatible_shallow_copy_type(fake, like):
-            _data.__set__(fake, like)  # type: ignore[attr-defined]
-        else:  # from or to hardware that is not there; only torch 2.3 and later can
+            _data.__set__(fake, like)
+        else:  # from or to hardware that is not there
             like.requires_grad_(fake.requires_grad)
             torch._C._swap_tensor_impl(fake, like)
-    fake._value = value  # type: ignore[attr-defined]
+    fake._value = value
+
+
+def instance(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Make an instance of a tensor class on the memory of ``tensor``, a leaf of any graph."""
+    if cls is torch.Tensor:
+        return tensor.detach().requires_grad_(requires_grad)
+    return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
+
+
+def itemsize(dtype: torch.dtype) -> int:
+    """Return the bytes of one element."""
+    return torch.empty(0, dtype=dtype, device="cpu").element_size()
