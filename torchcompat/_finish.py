@@ -35,7 +35,9 @@ def _inner(tensor: Any) -> dict[str, Any]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def finish(tensors: list[Any]) -> list[Any]:
+def finish(
+    tensors: list[Any], num_threads: int | None = 1, progress: _replay.Progress | None = None
+) -> list[Any]:
     """Materialise tensors together; return what stands for each."""
     with _replay.lock:
         values = {}
@@ -43,7 +45,7 @@ def finish(tensors: list[Any]) -> list[Any]:
             if waits(tensor):
                 values[id(tensor._value)] = tensor._value
         if values:
-            _replay.materialize(*values.values())
+            _replay.materialize(*values.values(), num_threads=num_threads, progress=progress)
         return [_finished(t) for t in tensors]
 
 
@@ -81,7 +83,7 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     cls = fake_tensor.real_class(fake)
     grad = fake.requires_grad
     if type(real) is not cls:
-        real = torch.Tensor._make_subclass(cls, real.detach(), grad)
+        real = fake_tensor.subclass(cls, real, grad)
     elif fake.is_leaf and not real.is_leaf:
         real = real.detach()
     if real.is_leaf and real.requires_grad != grad:
@@ -148,7 +150,12 @@ def _own_tensors(module: torch.nn.Module, buffers_only: bool) -> Iterator[torch.
         yield from _held(_attributes(module), torch.Tensor)
 
 
-def finish_modules(modules: list[torch.nn.Module], buffers_only: bool) -> None:
+def finish_modules(
+    modules: list[torch.nn.Module],
+    buffers_only: bool,
+    num_threads: int | None = 1,
+    progress: _replay.Progress | None = None,
+) -> None:
     """Materialise the own tensors of modules together and put them in place."""
     waiting: dict[int, Any] = {}
     for module in modules:
@@ -160,7 +167,7 @@ def finish_modules(modules: list[torch.nn.Module], buffers_only: bool) -> None:
         return
     fakes = list(waiting.values())
     with _replay.lock:
-        finished = finish(fakes)
+        finished = finish(fakes, num_threads, progress)
         moved = {id(f): r for f, r in zip(fakes, finished) if f is not r}
         if not moved:
             return

@@ -162,7 +162,7 @@ class Run:
         """Put the objects that are given out in place as leaves of the graph ``op`` extends."""
         for value, cls in op.leaves:
             if value.real is None or not value.real.requires_grad:
-                value.real = fake_tensor.instance(cls, self.handle(value), True)
+                value.real = fake_tensor.subclass(cls, self.handle(value), True)
             self._hold(value, value.real)
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:

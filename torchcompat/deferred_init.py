@@ -7,7 +7,8 @@ values eager construction would have given, bit for bit, whatever part is asked 
 
 from __future__ import annotations
 
-from typing import Any, Callable, TypeVar
+import contextlib
+from typing import Any, Callable, Iterator, TypeVar
 
 import torch
 
@@ -78,6 +79,8 @@ def materialize_module(
     check_fn: Callable[[torch.nn.Module], bool] | None = None,
     *,
     recurse: bool = True,
+    num_threads: int | None = None,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> None:
     """Give the parameters, buffers and plain tensor attributes of a module their values, in place.
 
@@ -87,9 +90,15 @@ def materialize_module(
         check_fn: asked once for every module; where it says False the module's own tensors are left
             as they are, and its children are still visited.
         recurse: whether to visit submodules.
+        num_threads: how many threads may initialise tensors at once; by default as many as torch
+            uses. The values do not depend on it.
+        progress: True shows a bar of bytes with tqdm (the extra ``progress``); a function is called
+            with the bytes done and the bytes in all after each tensor, from whatever thread.
 
     Raises:
         TypeError: if ``module`` is no module.
+        ValueError: if ``num_threads`` is less than 1.
+        ImportError: if a bar is asked for and tqdm is not there.
         RuntimeError: as ``materialize_tensor``.
     """
     if not isinstance(module, torch.nn.Module):
@@ -97,4 +106,24 @@ def materialize_module(
     modules = [
         m for m in _finish.modules_of(module, recurse) if check_fn is None or check_fn(m)
     ]
-    _finish.finish_modules(modules, buffers_only)
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, not {num_threads}")
+    with _progress(progress) as report:
+        _finish.finish_modules(modules, buffers_only, num_threads, report)
+
+
+@contextlib.contextmanager
+def _progress(wanted: bool | Callable[[int, int], None]) -> Iterator[Any]:
+    """Give a function to report bytes to: the caller's, a bar's, or none."""
+    if not wanted or callable(wanted):
+        yield wanted or None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, desc="materialising") as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report

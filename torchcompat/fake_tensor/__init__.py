@@ -24,6 +24,7 @@ hardware = _rung.hardware
 indexed = _rung.indexed
 is_composite = _rung.is_composite
 is_fake = _rung.is_fake
+itemsize = _rung.itemsize
 real_class = _rung.real_class
 refit = _rung.refit
 subclass = _rung.subclass

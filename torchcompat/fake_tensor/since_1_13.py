@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -26,7 +27,6 @@ _META = torch.device("meta")
 _hardware: dict[str, bool] = {"cpu": True, "meta": True}
 _new_parameter = torch.nn.Parameter.__new__.__code__
 _data: Any = torch._C._TensorBase.data
-_lazy: tuple[type, ...] = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 _make = torch.Tensor._make_wrapper_subclass
 
 
@@ -137,7 +137,7 @@ class FakeTensor(torch.Tensor):
         """Tell whether the memory is shared between processes; there is none."""
         return False
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"size={tuple(self._value.geometry.size)}"]
         if self.dtype != torch.get_default_dtype():
             parts.append(f"dtype={self.dtype}")
@@ -155,7 +155,7 @@ class FakeTensor(torch.Tensor):
     # for other devices fail, and in autograd they abort the process.
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Any:  # type: ignore[override]
         """The device that the tensor reports, there or not."""
         return self._value.geometry.device
 
@@ -253,7 +253,7 @@ def fake_class(cls: type) -> type[FakeTensor]:
         return cls
     if cls not in _classes:
         body: dict[str, Any] = {"__doc__": f"A fake {cls.__name__}.", "__module__": __name__}
-        if issubclass(cls, _lazy):
+        if issubclass(cls, UninitializedTensorMixin):
             body["materialize"] = _initialize
         metaclass: Any = type(cls)
         try:
@@ -276,8 +276,10 @@ def is_fake(tensor: Any) -> TypeGuard[FakeTensor]:
 
 
 def subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Return a leaf of class ``cls`` on the memory of a real tensor."""
-    return torch.Tensor._make_subclass(cls, tensor, requires_grad)
+    """Return an instance of a tensor class on the memory of ``tensor``, outside any graph."""
+    if cls is torch.Tensor:
+        return tensor.detach().requires_grad_(requires_grad)
+    return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
 
 
 def is_composite(func: Any) -> bool:
@@ -311,13 +313,6 @@ def refit(fake: FakeTensor, value: Any) -> None:
             like.requires_grad_(fake.requires_grad)
             torch._C._swap_tensor_impl(fake, like)
     fake._value = value
-
-
-def instance(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Make an instance of a tensor class on the memory of ``tensor``, a leaf of any graph."""
-    if cls is torch.Tensor:
-        return tensor.detach().requires_grad_(requires_grad)
-    return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
 
 
 def itemsize(dtype: torch.dtype) -> int:
