@@ -10,7 +10,7 @@ The rungs also say how a fake object becomes a real one.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +37,10 @@ LADDER: _gate.Ladder = (
     ((2, 12), "since_2_12"),
 )
 
-_rung = _gate.load(__name__, LADDER)
+if TYPE_CHECKING:  # every rung offers what the floor offers
+    from torchcompat.autograd_hooks import since_1_13 as _rung
+else:
+    _rung = _gate.load(__name__, LADDER)
 
 become = _rung.become
 hand_over = _rung.hand_over
@@ -86,7 +89,7 @@ def leave() -> None:
 
 
 class quiet:  # noqa: N801
-    """Run operators on real tensors: no dispatch to Python, no autocast, no grad, no inference mode."""
+    """Run operators on real tensors: without dispatch to Python, autocast, grad, inference mode."""
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()

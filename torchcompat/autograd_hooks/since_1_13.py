@@ -1,7 +1,7 @@
 """The floor: subclass constructors, ``.data``, the legacy constructor and CUDA's lazy start.
 
-On 1.13 ``torch.Tensor(3, 4)`` fails under any mode that returns a tensor (pytorch#85961 is the
-family), so the constructor is served in Python. Up to 2.3 argument parsing calls
+Until pytorch#92754 ``torch.Tensor(3, 4)`` fails under a mode that returns a subclass, so the
+constructor is served in Python. Until pytorch#122636 argument parsing calls
 ``torch.cuda._lazy_init`` for every CUDA device, present or not.
 """
 
@@ -18,7 +18,7 @@ from torchcompat import fake_tensor
 
 
 def free_mode_key() -> Any:
-    """Return the key of a mode that keeps devices from starting, if it is free; none exists here."""
+    """Return the key of a mode that keeps devices from starting, if it is free; here: none."""
     return None
 
 
@@ -96,7 +96,7 @@ def set_type_attribute(owner: type, name: str, value: Any) -> None:
 
 def acceptable_to_cudnn() -> Any:
     """Build the stand-in for ``cudnn.is_acceptable``, which asks fakes for addresses."""
-    original = torch.backends.cudnn.is_acceptable
+    original: Any = torch.backends.cudnn.is_acceptable
 
     def is_acceptable(tensor: torch.Tensor) -> bool:
         return not fake_tensor.is_fake(tensor) and original(tensor)
@@ -106,7 +106,7 @@ def acceptable_to_cudnn() -> Any:
 
 def lazy_init(recorder: Any) -> Any:
     """Build the stand-in for CUDA's start: nothing, on threads that record, if there is no CUDA."""
-    original = torch.cuda._lazy_init
+    original: Any = torch.cuda._lazy_init
 
     def start() -> None:
         if not (recorder.fakes_hardware() and not fake_tensor.hardware("cuda")):

@@ -1,4 +1,4 @@
-"""The legacy constructor works under a mode (pytorch#88446 is the family): one patch less."""
+"""The legacy constructor works under a mode (pytorch#92754): one patch less."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from typing import Any
 import torch
 
 from torchcompat.autograd_hooks.since_1_13 import (
+    autocast,
     become,
     common,
+    free_mode_key,
     hand_over,
     lazy_init,
-    free_mode_key,
-    autocast,
     set_type_attribute,
     switch,
 )
 
-__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = [
+    "autocast",
+    "become",
+    "free_mode_key",
+    "hand_over",
+    "patches",
+    "set_type_attribute",
+    "switch",
+]
 
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:

@@ -1,7 +1,8 @@
-"""``trunc_normal_`` samples by rejection and reads what it drew: it is recorded as one operator.
+"""``trunc_normal_`` rejects and draws again (pytorch#174997): it is recorded as one operator.
 
-Seen operator by operator it would give every weight of a ViT its values while recording. An empty
-tensor goes through it first, so that bad arguments fail, and warn, where they do eagerly.
+Seen operator by operator it reads what it drew, and would give every weight of a ViT its values
+while recording. An empty tensor goes through it first, so that bad arguments fail, and warn, where
+they do eagerly.
 """
 
 from __future__ import annotations
@@ -12,10 +13,25 @@ import torch
 from torch.nn import init
 
 from torchcompat import fake_tensor
-from torchcompat.autograd_hooks.since_2_4 import autocast, become, hand_over, free_mode_key, set_type_attribute, switch
+from torchcompat.autograd_hooks.since_2_4 import (
+    autocast,
+    become,
+    free_mode_key,
+    hand_over,
+    set_type_attribute,
+    switch,
+)
 from torchcompat.autograd_hooks.since_2_4 import patches as patches_below
 
-__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = [
+    "autocast",
+    "become",
+    "free_mode_key",
+    "hand_over",
+    "patches",
+    "set_type_attribute",
+    "switch",
+]
 
 # No normal deviate is farther out than sqrt(-2 log 2**-53) = 8.6 sigma.
 _UNREACHABLE = 9.0

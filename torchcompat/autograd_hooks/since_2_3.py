@@ -1,12 +1,30 @@
-"""Two tensor objects can swap what they stand for (pytorch#111747), so a fake can become real."""
+"""Two tensors can swap what they stand for (pytorch#111747), so a fake can become real.
+
+What is swapped is C++'s part, with its link back to the Python object (pytorch#116955).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from torchcompat.autograd_hooks.since_2_0 import autocast, hand_over, free_mode_key, patches, set_type_attribute, switch
+from torchcompat.autograd_hooks.since_2_0 import (
+    autocast,
+    free_mode_key,
+    hand_over,
+    patches,
+    set_type_attribute,
+    switch,
+)
 
-__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = [
+    "autocast",
+    "become",
+    "free_mode_key",
+    "hand_over",
+    "patches",
+    "set_type_attribute",
+    "switch",
+]
 
 
 def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

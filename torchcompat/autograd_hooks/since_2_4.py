@@ -1,4 +1,8 @@
-"""A mode with the FAKE key keeps CUDA from starting (pytorch#124760): no patch of its start."""
+"""A mode with the FAKE key keeps CUDA from starting (pytorch#122636): no patch of its start.
+
+``torch.tensor`` on a device still needs the device, unless it is told to build on the CPU first
+(pytorch#124413). Autocast is asked by device type, not by a function for each (pytorch#124359).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,15 @@ from torchcompat import fake_tensor
 from torchcompat.autograd_hooks.since_1_13 import common, set_type_attribute
 from torchcompat.autograd_hooks.since_2_3 import become, hand_over
 
-__all__ = ["autocast", "become", "hand_over", "free_mode_key", "patches", "set_type_attribute", "switch"]
+__all__ = [
+    "autocast",
+    "become",
+    "free_mode_key",
+    "hand_over",
+    "patches",
+    "set_type_attribute",
+    "switch",
+]
 
 _lifts: list[bool] = []
 
