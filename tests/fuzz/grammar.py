@@ -5,6 +5,18 @@ A statement is made from a template: `{x}` stands for a live tensor, `{new}` for
 torch refuses is left out, or kept as a statement that must fail. So the grammar knows no rule of
 torch, and yet every program is valid. The random source only needs the methods of
 `random.Random`, so hypothesis can drive it too.
+
+What eager torch itself answers by accident of its bookkeeping is no oracle. `Rules` keeps it out,
+which makes this a list of what the fuzz does not look for:
+
+- `.data =`, `set_`, `t_`, `squeeze_` and `unsqueeze_` on a tensor with a history, and `set_` to or
+  from a tensor that requires grad: the graph goes on describing the memory that was there before;
+- a view whose base came to require grad later, or that was taken under `no_grad` of a tensor that
+  requires grad: such a view requires grad and has no `grad_fn`, until something looks. It is
+  deleted, with the modules that hold it;
+- after the construction, `.data =` and `set_` on what may be a real tensor: they would hand torch
+  itself a fake, and no Python code is asked;
+- errors that depend on the values in an index: they come when the values do.
 """
 
 from __future__ import annotations
@@ -318,6 +330,14 @@ MUST_FAIL = re.compile(
     "|out of bounds for dimension|Dimension out of range|size mismatch"
 )
 
+_VALUE_ERROR = re.compile(r"torch\.tensor\(\[")  # an index of values, good or bad
+
+_REBINDS = re.compile(r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()([\w.]*)")
+_GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
+_MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
+ACCIDENT = "  # an accident"
+_BUILDS = re.compile(r"(\w+) = nn\.[A-Z]\w+\(\d")
+
 ATTEMPT = """try:
     {line}
 except (RuntimeError, IndexError):
@@ -339,12 +359,99 @@ def names() -> dict[str, Any]:
     return {"torch": torch, "nn": nn, "copy": copy, "math": math}
 
 
+class Rules:
+    """Keeps out what the head of this module lists; told of every statement in turn."""
+
+    def __init__(self) -> None:
+        self.after = False
+        self._deferred: list[torch.Tensor] = []  # certainly deferred when the constructor returns
+
+    def forbid(self, line: str, space: dict[str, Any]) -> bool:
+        """Tell whether eager torch would answer a statement by accident."""
+        found = _REBINDS.search(line)
+        if not found:
+            return False
+        try:
+            target = eval(found[1], space)
+            source = eval(found[3], space) if found[2] == "set_(" else None
+        except Exception:
+            return False  # eager torch refuses the statement as well
+        if not isinstance(target, torch.Tensor):
+            return False
+        if self.after and not any(target is t for t in self._deferred):
+            return True
+        if found[2] == "set_(" and (target.requires_grad or source.requires_grad):
+            return True
+        return bool(target.requires_grad) and not _is_leaf(target)
+
+    def run(self, line: str, space: dict[str, Any]) -> str:
+        """Run a statement; give it with an end that deletes what are accidents from now on."""
+        exec(compile(line, "<statement>", "exec"), space)
+        if not self.after:
+            self._take_note(line, space)
+        modules = _GRAD_TURNS.search(line)
+        spoiled = [
+            name
+            for name, value in space.items()
+            if (name[0] == "t" or (modules and name[0] == "m")) and accidental(value)
+        ]
+        for name in spoiled:
+            del space[name]
+        return f"{line}\ndel {', '.join(spoiled)}{ACCIDENT}" if spoiled else line
+
+    def _take_note(self, line: str, space: dict[str, Any]) -> None:
+        made = _MAKES.search(line)
+        if made and made[1] in space:
+            self._deferred.append(space[made[1]])
+        built = _BUILDS.search(line)
+        if built and built[1] in space:
+            self._deferred.extend(space[built[1]].parameters())
+
+
+def bare(line: str) -> str:
+    """Give a statement without the end that `Rules.run` gave it."""
+    return line.rpartition("\ndel ")[0] if line.endswith(ACCIDENT) else line
+
+
+def accidental(value: Any) -> bool:
+    """Tell whether a value is, or a module holds, a view outside the graph of its base."""
+    if isinstance(value, torch.Tensor):
+        return (
+            value._is_view()
+            and value._base.requires_grad
+            and _is_leaf(value) is not False
+            and value.is_floating_point()
+        )
+    if isinstance(value, nn.Module):
+        return any(accidental(v) for m in value.modules() for v in _held(m))
+    return False
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool | None:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # one of several views that was written to: eager torch refuses to say
+        return None
+
+
+def _held(module: nn.Module) -> list[Any]:
+    plain = vars(module)
+    return [
+        *module._parameters.values(),
+        *module._buffers.values(),
+        *plain.get("listed", ()),
+        plain.get("loose"),
+        plain.get("weight"),
+    ]
+
+
 class Writer:
     """Writes statements while running them, so that it sees what every name holds."""
 
     def __init__(self, rnd: Any, space: dict[str, Any]):
         self.rnd, self.space, self.count = rnd, space, 0
         self.lines: list[str] = []
+        self.rules = Rules()
 
     def write(self, sections: Any, wanted: int) -> list[str]:
         """Return `wanted` statements or fewer from sections of templates with weights."""
@@ -364,10 +471,14 @@ class Writer:
             line = f"with torch.no_grad(): {line}"
         elif wrapped == 1 and template in FACTORIES and self.rnd.randrange(4) == 0:
             line = f"with torch.inference_mode(): {line}"
+        if self.rules.forbid(line, self.space):
+            return
         try:
-            exec(compile(line, "<statement>", "exec"), self.space)
+            line = self.rules.run(line, self.space)
         except Exception as error:
-            if template in READS or not MUST_FAIL.search(str(error)) or self.rnd.randrange(4):
+            if template in READS or _VALUE_ERROR.search(line):
+                return
+            if not MUST_FAIL.search(str(error)) or self.rnd.randrange(4):
                 return
             line = ATTEMPT.format(line=line)
         self.lines.append(line)

@@ -85,6 +85,7 @@ def write(rnd: Any, size: int = 16) -> Program:
         kept = [k for k in mine if rnd.randrange(4)] or mine[:1]
         rnd.shuffle(kept)
         writer.space = {k: v for k, v in writer.space.items() if k in outer or k in kept}
+        writer.rules.after = True
         after = writer.write(grammar.AFTER, rnd.choice((0, 0, 1, 3, 6)))
     finally:
         torch.set_default_dtype(dtype)
@@ -172,7 +173,13 @@ def _compare_gradients(eager: dict[str, Any], deferred: dict[str, Any]) -> None:
         return
     for mine, other in zip(expected, gradients(*_ends(there))):
         assert (mine is None) == (other is None), "a leaf is not in the graph"
-        assert mine is None or raw(mine) == raw(other), f"gradient {other}, in eager {mine}"
+        assert mine is None or _close(mine, other), f"gradient {other}, in eager {mine}"
+
+
+def _close(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether gradients agree; the engine adds them up in the order the nodes were made."""
+    tolerance = 1e-2 if mine.element_size() == 2 else 1e-4
+    return torch.allclose(mine, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _ends(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -195,6 +202,32 @@ def fails(program: Program) -> str:
     return reason
 
 
+def repaired(program: Program) -> Program | None:
+    """Delete what becomes an accident in a shortened program; nothing if a rule forbids it."""
+    rules, space, parts = grammar.Rules(), grammar.names(), []
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(program.seed)
+    try:
+        for part in (program.before, program.inside, program.after):
+            if len(parts) == 1:
+                outer = set(space)
+            if len(parts) == 2:
+                kept = tuple(name for name in program.kept if name in space)
+                space = {k: v for k, v in space.items() if k in outer or k in kept}
+                rules.after = True
+            parts.append([])
+            for line in map(grammar.bare, part):
+                if rules.forbid(line, space):
+                    return None
+                parts[-1].append(rules.run(line, space))
+    except Exception:
+        return None
+    finally:
+        torch.set_default_dtype(dtype)
+    before, inside, after = map(tuple, parts)
+    return Program(before, inside, kept, after, program.seed)
+
+
 def shrink(program: Program) -> Program:
     """Drop statements and kept names one by one while the program still fails."""
     shorter = True
@@ -203,7 +236,7 @@ def shrink(program: Program) -> Program:
         for part in ("after", "inside", "kept", "before"):
             for index in reversed(range(len(getattr(program, part)))):
                 rest = getattr(program, part)
-                smaller = program._replace(**{part: rest[:index] + rest[index + 1 :]})
-                if fails(smaller):
+                smaller = repaired(program._replace(**{part: rest[:index] + rest[index + 1 :]}))
+                if smaller and fails(smaller):
                     program, shorter = smaller, True
     return program
