@@ -1,6 +1,7 @@
 """The functions of torchdistx's extension module that its clients call directly.
 
-``enter_*`` and ``leave_*`` come in pairs on one thread. ``enable_deferred_init`` is the older switch.
+``enter_*`` and ``leave_*`` come in pairs on one thread. ``enable_deferred_init`` is the older
+switch.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def meta_like(fake: torch.Tensor) -> torch.Tensor:
 
 def is_gen_by_random_op(tensor: torch.Tensor) -> bool:
     """Tell whether a random operator wrote a deferred tensor's memory."""
-    if not can_materialize(tensor):
+    if not fake_tensor.is_fake(tensor) or not _finish.waits(tensor):
         return False
-    return any(op.position is not None for op in tensor._value.storage.writers)  # type: ignore[attr-defined]
+    return any(op.position is not None for op in tensor._value.storage.writers)
 
 
 def materialize_tensor_with_local_shape(

@@ -2,18 +2,20 @@
 
 A fake that can become real in place does (torch 2.3 and later), so whoever holds it holds the real
 tensor. Otherwise each place that holds it is given the same new object: parameters, buffers, plain
-attributes and the lists, tuples and dictionaries in them. A tensor subclass that wraps a fake, such as a
-DTensor with its local shard, keeps its identity and gets its inner tensor replaced.
+attributes and the lists, tuples and dictionaries in them. A tensor subclass that wraps a fake, such
+as a DTensor with its local shard, keeps its identity and gets its inner tensor replaced.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import torch
 
 from torchcompat import _replay, autograd_hooks, fake_tensor
-from torchcompat._tape import Value
+
+if TYPE_CHECKING:
+    from torchcompat._tape import Value
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
@@ -157,30 +159,41 @@ def finish_modules(
     progress: _replay.Progress | None = None,
 ) -> None:
     """Materialise the own tensors of modules together and put them in place."""
+    fakes = _waiting(modules, buffers_only)
+    if not fakes:
+        return
+    with _replay.lock:
+        finished = finish(fakes, num_threads, progress)
+        moved = {id(f): r for f, r in zip(fakes, finished) if f is not r}
+        if moved:
+            for module in modules:
+                _exchange(module, moved, buffers_only)
+
+
+def _waiting(modules: list[torch.nn.Module], buffers_only: bool) -> list[Any]:
+    """List the own tensors of modules that wait to be materialised, each once."""
     waiting: dict[int, Any] = {}
     for module in modules:
         for tensor in _own_tensors(module, buffers_only):
             if waits(tensor):
                 _require_hardware(module, tensor)
                 waiting[id(tensor)] = tensor
-    if not waiting:
-        return
-    fakes = list(waiting.values())
-    with _replay.lock:
-        finished = finish(fakes, num_threads, progress)
-        moved = {id(f): r for f, r in zip(fakes, finished) if f is not r}
-        if not moved:
-            return
-        for module in modules:
-            places = [module._buffers] if buffers_only else [module._parameters, module._buffers]
-            for place in places:
-                for name, tensor in place.items():
-                    if id(tensor) in moved:
-                        place[name] = moved[id(tensor)]
-            if not buffers_only:
-                own = vars(module)
-                for name in [n for n in own if n not in _OWN]:
-                    own[name] = _put(own[name], moved.get, 0)
+    return list(waiting.values())
+
+
+def _exchange(module: torch.nn.Module, moved: dict[int, Any], buffers_only: bool) -> None:
+    """Put new objects in the places of old ones, by whose ids ``moved`` finds them."""
+    places: list[dict[str, Any]] = [module._buffers]
+    if not buffers_only:
+        places.append(module._parameters)
+    for place in places:
+        for name, tensor in place.items():
+            if id(tensor) in moved:
+                place[name] = moved[id(tensor)]
+    if not buffers_only:
+        own = vars(module)
+        for name in [n for n in own if n not in _OWN]:
+            own[name] = _put(own[name], moved.get, 0)
 
 
 def _require_hardware(module: torch.nn.Module, tensor: torch.Tensor) -> None:

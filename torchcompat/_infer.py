@@ -12,42 +12,39 @@ C++ everywhere. So, in this order:
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchcompat import autograd_hooks, fake_tensor
-from torchcompat._plans import Plan
 from torchcompat._tape import Const, Geometry, Value, replace, tensors_in
+
+if TYPE_CHECKING:
+    from torchcompat._plans import Plan
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _TRIAL = 1 << 20  # elements that a trial may touch
 _dtypes: dict[Any, torch.dtype] = {}
 # Operators whose result's shape and dtype never depend on what the tensors hold.
-_BY_SHAPE = frozenset(
-    """
-    add sub mul div pow copy_ where clamp relu gelu silu sigmoid tanh softmax _softmax _log_softmax
-    arange linspace logspace eye tril_indices triu_indices full zeros ones hann_window
-    cat stack sum mean prod amax amin max min any all std var norm linalg_vector_norm cumsum cumprod
-    mm addmm bmm mv dot outer triu tril repeat flip roll index_select gather embedding sort topk
-    argsort diag diagonal_copy constant_pad_nd linalg_qr sign reciprocal sqrt rsqrt exp log sin cos
-    fill_ add_ sub_ mul_ div_ pow_ clamp_ masked_fill masked_fill_ clone _to_copy index index_put_
-    native_layer_norm native_batch_norm convolution max_pool2d_with_indices _adaptive_avg_pool2d
-    avg_pool2d _weight_norm_interface upsample_nearest2d
-    """.split()
-)
+_NAMES = """
+add sub mul div pow copy_ where clamp relu gelu silu sigmoid tanh softmax _softmax _log_softmax
+arange linspace logspace eye tril_indices triu_indices full zeros ones hann_window
+cat stack sum mean prod amax amin max min any all std var norm linalg_vector_norm cumsum cumprod
+mm addmm bmm mv dot outer triu tril repeat flip roll index_select gather embedding sort topk
+argsort diag diagonal_copy constant_pad_nd linalg_qr sign reciprocal sqrt rsqrt exp log sin cos
+fill_ add_ sub_ mul_ div_ pow_ clamp_ masked_fill masked_fill_ clone _to_copy index index_put_
+native_layer_norm native_batch_norm convolution max_pool2d_with_indices _adaptive_avg_pool2d
+avg_pool2d _weight_norm_interface upsample_nearest2d
+"""
+_BY_SHAPE = frozenset(_NAMES.split())
 
 
 def geometry_of(tensor: torch.Tensor, device: torch.device | None = None) -> Geometry:
     """Describe how a tensor lies in its memory."""
-    g = Geometry(
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.storage_offset(),
-        tensor.dtype,
-        device or tensor.device,
-    )
+    offset: Any = tensor.storage_offset()  # a plain number: nothing symbolic is inferred here
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    g = Geometry(size, stride, offset, tensor.dtype, device or tensor.device)
     g.conj, g.neg = tensor.is_conj(), tensor.is_neg()
     return g
 
@@ -165,7 +162,7 @@ def _zeros_like(item: Any) -> torch.Tensor:
 
 def _little(args: Any) -> bool:
     """Tell whether a call's arguments, and so its result, are small."""
-    total = 1
+    total: float = 1
     for arg in args:
         for item in tensors_in(arg):
             total = max(total, _geometry(item).reach)
@@ -184,18 +181,11 @@ def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     if any(isinstance(a, (Value, Const)) for a in kwargs.values()):
         return None
-    size: tuple[int, ...] = ()
-    for item in items:
-        g = _geometry(item)
-        if not plan.inplace and contiguous(g.size, g.dtype, g.device).stride != g.stride:
-            return None
-        joined = _broadcast(size, g.size)
-        if joined is None:
-            return None
-        size = joined
-    if plan.inplace:
-        if not isinstance(args[0], Value) or size != args[0].geometry.size:
-            return None
+    size = _joined(plan, items)
+    if size is None:
+        return None
+    if plan.inplace and not (isinstance(args[0], Value) and size == args[0].geometry.size):
+        return None
     key = (plan.func, *(_kind(a, plan.elementwise) for a in args), *kwargs.items())
     try:
         dtype = _dtypes.get(key)
@@ -207,6 +197,19 @@ def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             return None
         dtype = _dtypes[key] = result.dtype
     return contiguous(size, dtype, _META)
+
+
+def _joined(plan: Plan, items: list[Any]) -> tuple[int, ...] | None:
+    """Return the sizes that arguments broadcast to; None if one of them is not contiguous."""
+    size: tuple[int, ...] | None = ()
+    for item in items:
+        g = _geometry(item)
+        if not plan.inplace and contiguous(g.size, g.dtype, g.device).stride != g.stride:
+            return None
+        size = _broadcast(size, g.size)
+        if size is None:
+            return None
+    return size
 
 
 def _kind(arg: Any, elementwise: bool) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torchcompat import fake_tensor
+
 aten = torch.ops.aten
 
 # In place, without reading what was there, and writing all of it.
@@ -51,9 +53,8 @@ _LIKES = {
     "empty": None,
     "empty_strided": None,
 }
-_SIZED = {"empty", "rand", "randn", "randint", "normal"} | {
-    "new_empty", "new_zeros", "new_ones", "new_full"
-}
+_SIZED = {"empty", "rand", "randn", "randint", "normal"}
+_SIZED |= {"new_empty", "new_zeros", "new_ones", "new_full"}
 # The first argument's sizes and layout, though elements come from other places too.
 _KEEPS_SIZES = {"tril", "triu", "cumsum", "cumprod", "flip", "roll", "_softmax", "_log_softmax"}
 _UNTAGGED = {"polar", "complex", "lerp", "nan_to_num", "where"}
@@ -138,7 +139,7 @@ class Plan:
         self.keeps_sizes = keeps and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
         self.plain_empty = func is aten.empty.memory_format
-        self.composite = _is_composite(func)
+        self.composite = fake_tensor.is_composite(func)
 
     def _is_elementwise(self, func: Any) -> bool:
         """Tell whether every element of the one result comes from its own place alone."""
@@ -174,8 +175,8 @@ def _origin(result: Any, arguments: Any) -> int | None:
         return None
     for i, a in enumerate(arguments):
         # A list of views (split, unbind) carries an empty set of its own.
-        shared = a.alias_info and (not alias.before_set or a.alias_info.before_set & alias.before_set)
-        if shared:
+        mine = a.alias_info
+        if mine and (not alias.before_set or mine.before_set & alias.before_set):
             return i
     return None
 
@@ -191,9 +192,3 @@ def _fills(name: str, schema: Any) -> bool:
     if name in ("full_like", "new_full", "randint_like"):
         return all("Tensor" not in str(a.type) for a in schema.arguments[1:])
     return True
-
-
-def _is_composite(func: Any) -> bool:
-    """Tell whether the operator is defined by others (seen only where autograd is off)."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return bool(has(func.name(), "CompositeImplicitAutograd"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, ClassVar, Iterator, Sequence
 
 import torch
 
@@ -36,7 +36,18 @@ class Storage:
     after ``known_at`` writes, kept when a small storage had to be computed early.
     """
 
-    __slots__ = ("__weakref__", "dependents", "inference", "known", "known_at", "memory", "root", "since", "version", "writers")
+    __slots__ = (
+        "__weakref__",
+        "dependents",
+        "inference",
+        "known",
+        "known_at",
+        "memory",
+        "root",
+        "since",
+        "version",
+        "writers",
+    )
 
     def __init__(self, root: Geometry) -> None:
         self.root = root
@@ -94,7 +105,17 @@ class Value:
     A fake without a tape (made by ``fake_mode``) has a value without a storage.
     """
 
-    __slots__ = ("__weakref__", "finished", "geometry", "index", "meta", "op", "parent", "real", "storage")
+    __slots__ = (
+        "__weakref__",
+        "finished",
+        "geometry",
+        "index",
+        "meta",
+        "op",
+        "parent",
+        "real",
+        "storage",
+    )
 
     def __init__(
         self,
@@ -126,13 +147,15 @@ class Op:
     inference = False
     default_dtype: torch.dtype | None = None
     graph = False  # whether it extended an autograd graph
-    leaves: Sequence[tuple[Value, type]] = ()  # inputs that were leaves of that graph, their classes
+    leaves: Sequence[tuple[Value, type]] = ()  # leaves of that graph among its inputs, and classes
     position: Any = None  # where in its generator's stream it starts drawing
     after: Any = None  # and where it leaves it
     takes_generator = False
     site: tuple[str, int] | None = None
 
-    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         self.seq = next(_sequence)
         self.func = func
         self.args = args
@@ -153,7 +176,7 @@ class Const:
     """
 
     __slots__ = ("__weakref__", "_mark", "_version", "tensor")
-    watched: dict[int, list[Any]] = {}
+    watched: ClassVar[dict[int, list[Any]]] = {}
 
     def __init__(self, tensor: torch.Tensor, keep: bool = False) -> None:
         self._version = -1
@@ -190,7 +213,7 @@ class Const:
 
 def _address(tensor: torch.Tensor) -> int:
     """Return the address at which a tensor's storage begins."""
-    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -1,8 +1,9 @@
 """Build a module now, give its tensors their values later.
 
-``deferred_init`` runs a constructor while recording; the tensors it makes report everything but have
-no memory. ``materialize_module`` and ``materialize_tensor`` replay what a tensor needs and give the
-values eager construction would have given, bit for bit, whatever part is asked for in what order.
+``deferred_init`` runs a constructor while recording; the tensors it makes report everything but
+have no memory. ``materialize_module`` and ``materialize_tensor`` replay what a tensor needs and
+give the values eager construction would have given, bit for bit, whatever part is asked for in
+what order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, Callable, Iterator, TypeVar
 
 import torch
 
-from torchcompat import _C, _finish, _handles, _thread, fake_tensor
+from torchcompat import _C as _C  # where torchdistx's clients look for it
+from torchcompat import _finish, _handles, _thread, fake_tensor
 
 __all__ = ["deferred_init", "is_deferred", "materialize_module", "materialize_tensor"]
 
@@ -57,20 +59,21 @@ def is_deferred(obj: torch.Tensor | torch.nn.Module) -> bool:
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the real tensor that a deferred one stands for; a real tensor is returned as it is.
 
-    From torch 2.3 on the deferred object itself becomes real. Calling it again, from whatever thread,
-    returns the same object.
+    From torch 2.3 on the deferred object itself becomes real. Calling it again, from whatever
+    thread, returns the same object.
 
     Raises:
         TypeError: if ``tensor`` is no tensor.
         ValueError: if it was made by ``fake_mode`` and so can have no values.
-        RuntimeError: if its values cannot be computed here; the message names the operator, the line
-            that called it and the way out.
+        RuntimeError: if its values cannot be computed here; the message names the operator, the
+            line that called it and the way out.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"materialize_tensor needs a Tensor, not {type(tensor).__name__}")
     if fake_tensor.is_fake(tensor) and not _finish.waits(tensor):
         raise ValueError(f"{tensor!r} was made by fake_mode: it has no values to materialise")
-    return _finish.finish([tensor])[0]
+    made: torch.Tensor = _finish.finish([tensor])[0]
+    return made
 
 
 def materialize_module(
@@ -103,9 +106,7 @@ def materialize_module(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"materialize_module needs a Module, not {type(module).__name__}")
-    modules = [
-        m for m in _finish.modules_of(module, recurse) if check_fn is None or check_fn(m)
-    ]
+    modules = [m for m in _finish.modules_of(module, recurse) if check_fn is None or check_fn(m)]
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads must be at least 1, not {num_threads}")
     with _progress(progress) as report:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
-
-import torch
+from typing import TYPE_CHECKING, Any, Iterator
 
 from torchcompat import _handles, _infer, _thread, fake_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["fake_mode", "is_fake", "meta_like"]
 
@@ -38,5 +39,5 @@ def meta_like(fake: torch.Tensor) -> torch.Tensor:
     if not fake_tensor.is_fake(fake):
         raise ValueError(f"meta_like needs a fake tensor, not {type(fake).__name__}")
     with _thread.paused():
-        made = _infer.meta_tensor(fake._value.geometry)  # type: ignore[attr-defined]
+        made = _infer.meta_tensor(fake._value.geometry)
         return made.requires_grad_(fake.requires_grad)

@@ -8,8 +8,8 @@ at the next random operator: a placeholder names a position, anything else is a 
 something really draws, and when the recording ends, the true state is put in.
 
 This module alone decides where an operator's numbers start. Rules:
-- What an operator draws is asked of ``draws.predict``. Where that has no answer, the operator is the
-  origin of what follows, and runs on scratch memory when somebody has to know that state.
+- What an operator draws is asked of ``draws.predict``. Where that has no answer, the operator is
+  the origin of what follows, and runs on scratch memory when somebody has to know that state.
 - A placeholder keeps the true seed, so ``initial_seed`` is right. What it encodes is forgotten when
   no thread records any more.
 - When a recording ends with unproven operators on more than ``TORCHCOMPAT_EXIT_ELEMENTS`` elements,
@@ -36,8 +36,13 @@ _WORDS, _NORMALS = 24, 5016  # byte offsets in a CPU state: 624 words of 8 bytes
 _NO_HALF, _ORIGIN_HALF = -1, -2
 _EXIT_ELEMENTS = int(os.environ.get("TORCHCOMPAT_EXIT_ELEMENTS", 1 << 24))
 
+
+def _unconnected(op: Any) -> torch.Tensor:
+    raise RuntimeError(f"nobody is here to run {op.describe()}")
+
+
 # Set by the replayer: run an operator on scratch memory and return the state it leaves.
-run_for_state: Callable[[Any], torch.Tensor]
+run_for_state: Callable[[Any], torch.Tensor] = _unconnected
 
 # While a recording is active the method itself hides placeholders (see ``autograd_hooks``).
 get_state = torch.Generator.get_state
@@ -170,7 +175,7 @@ def place(generator: torch.Generator, position: Position) -> None:
         seed = generator.initial_seed()
         if generator.device.type == "cpu":
             _cpu_seed.value = seed
-            _cpu_words[:] = (*_MAGIC, number, 0)
+            _cpu_words[:] = [*_MAGIC, number, 0]
             generator.set_state(_cpu_placeholder)
         else:
             state = torch.zeros(16, dtype=torch.uint8, device="cpu")
@@ -181,7 +186,7 @@ def place(generator: torch.Generator, position: Position) -> None:
 _cpu_placeholder = torch.zeros(_CPU_BYTES, dtype=torch.uint8, device="cpu")
 _cpu_seed = ctypes.c_uint64.from_address(_cpu_placeholder.data_ptr())
 _cpu_words = (ctypes.c_uint64 * 4).from_address(_cpu_placeholder.data_ptr() + _WORDS)
-(ctypes.c_int32 * 2).from_address(_cpu_placeholder.data_ptr() + 8)[:] = (1, 1)  # left, seeded
+(ctypes.c_int32 * 2).from_address(_cpu_placeholder.data_ptr() + 8)[:] = [1, 1]  # left, seeded
 
 
 def draw(op: Any, generator: torch.Generator, spending: Any, recording: bool) -> None:
@@ -217,8 +222,9 @@ def settle(generator: torch.Generator) -> None:
     warnings.warn(
         f"How many random numbers {dearest.describe()} takes is known only by running it. The "
         f"generator is not moved to where eager construction would leave it, since that means "
-        f"running operators on {elements:,} elements; parameters are not affected. To have it moved, set "
-        f"TORCHCOMPAT_EXIT_ELEMENTS={elements} in the environment before importing torchcompat.",
+        f"running operators on {elements:,} elements; parameters are not affected. To have it "
+        f"moved, set TORCHCOMPAT_EXIT_ELEMENTS={elements} in the environment before importing "
+        "torchcompat.",
         stacklevel=2,
     )
     derived = torch.Generator()
