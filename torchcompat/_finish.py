@@ -86,7 +86,7 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     grad = fake.requires_grad
     if type(real) is not cls:
         real = fake_tensor.subclass(cls, real, grad)
-    elif fake.is_leaf and not real.is_leaf:
+    elif fake.is_leaf and not real.is_leaf and not _foreign(fake):
         real = real.detach()
     if real.is_leaf and real.requires_grad != grad:
         with torch.inference_mode(real.is_inference()):
@@ -101,6 +101,11 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     if fake.is_leaf and fake.grad is not None:
         real.grad = finish([fake.grad])[0]
     return real
+
+
+def _foreign(fake: Any) -> bool:
+    """Tell whether a tensor comes from an operator that autograd may see only inside (torch < 2.1)."""
+    return any(op.foreign for op in fake._value.storage.writers[-1:])
 
 
 def modules_of(module: torch.nn.Module, recurse: bool) -> list[torch.nn.Module]:

@@ -11,7 +11,6 @@ C++ everywhere. So, in this order:
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,10 +132,20 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             found = _keeping_sizes(plan, args, kwargs)
             if found is not None:
                 return found
+        failed = None
         if (plan.elementwise or plan.name in _BY_SHAPE) and _little(args):
-            with contextlib.suppress(Exception):  # the shadows will say what is wrong
+            try:
                 return _call(plan.func, args, kwargs, _zeros_like, _CPU)
-        return _call(plan.func, args, kwargs, _shadow_of, _META)
+            except Exception as error:  # the shadows say it better, if they say it at all
+                failed = error
+        result = _call(plan.func, args, kwargs, _shadow_of, _META)
+        if failed is not None and all(_geometry(i).device == _CPU for i in _items(args)):
+            raise failed
+        return result
+
+
+def _items(args: Any) -> list[Any]:
+    return [item for arg in args for item in tensors_in(arg)]
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any, device: Any) -> Any:

@@ -179,6 +179,7 @@ class Outputs:
         op, plan = self.op, self.plan
         assert op is not None
         op.made = self.made
+        op.foreign = plan.foreign
         op.writes = [t._value for t in written]
         items = [i for a in (*op.args, *op.kwargs.values()) for i in tensors_in(a)]
         op.reads = [i for i in items if isinstance(i, Value)]

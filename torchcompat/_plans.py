@@ -88,6 +88,7 @@ class Plan:
         "composite",
         "draws",
         "fill",
+        "foreign",
         "fills",
         "func",
         "generator",
@@ -113,6 +114,7 @@ class Plan:
         self.func = func
         self.name = schema.name.partition("::")[2]
         own = schema.name.startswith("aten::")
+        self.foreign = not own
         arguments = schema.arguments
         self.argument_names = [a.name for a in arguments]
         self.generator = "generator" in self.argument_names

@@ -25,6 +25,7 @@ FakeTensor = fake_tensor.FakeTensor
 aten = torch.ops.aten
 
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 _DENSE = (None, torch.strided)
 
 
@@ -44,8 +45,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fakes, reals = _calls.tensors(args, kwargs)
     if not fakes:
         return _without_fakes(plan, args, kwargs, reals)
+    if kwargs.get("device") == _META and plan.name != "_to_copy":
+        # Where its hardware is not there, a fake's device is meta to the kernels that pass it on.
+        kwargs = {**kwargs, "device": fakes[0].device}
     pure = [f._value.storage is None for f in fakes]
-    if any(pure):
+    if any(pure) and not (plan.is_like and all(pure)):
         return _pure(plan, args, kwargs, all(pure) and (thread.pure or not thread.deferred))
     if plan.is_like:
         return _factory(plan, args, kwargs, fakes[0])

@@ -146,6 +146,7 @@ class Op:
     grad = False
     inference = False
     default_dtype: torch.dtype | None = None
+    foreign = False  # whether it is an operator from outside torch
     graph = False  # whether it extended an autograd graph
     leaves: Sequence[tuple[Value, type]] = ()  # leaves of that graph among its inputs, and classes
     position: Any = None  # where in its generator's stream it starts drawing
