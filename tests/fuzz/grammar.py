@@ -11,11 +11,13 @@ which makes this a list of what the fuzz does not look for:
 
 - `.data =`, `set_`, `t_`, `squeeze_` and `unsqueeze_` on a tensor with a history, and `set_` to or
   from a tensor that requires grad: the graph goes on describing the memory that was there before;
+- `set_` and `.data =` between tensors of inference mode and others;
 - a view whose base came to require grad later, or that was taken under `no_grad` of a tensor that
   requires grad: such a view requires grad and has no `grad_fn`, until something looks. It is
   deleted, with the modules that hold it;
 - after the construction, `.data =` and `set_` on what may be a real tensor: they would hand torch
   itself a fake, and no Python code is asked;
+- `copy_` of an empty tensor of another shape and dtype, which kills the process on torch 1.13;
 - errors that depend on the values in an index: they come when the values do.
 """
 
@@ -333,6 +335,7 @@ MUST_FAIL = re.compile(
 _VALUE_ERROR = re.compile(r"torch\.tensor\(\[")  # an index of values, good or bad
 
 _REBINDS = re.compile(r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()([\w.]*)")
+_COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
 ACCIDENT = "  # an accident"
@@ -368,16 +371,21 @@ class Rules:
 
     def forbid(self, line: str, space: dict[str, Any]) -> bool:
         """Tell whether eager torch would answer a statement by accident."""
+        found = _COPIES.search(line)
+        if found:
+            return _kills(found, space)
         found = _REBINDS.search(line)
         if not found:
             return False
         try:
             target = eval(found[1], space)
-            source = eval(found[3], space) if found[2] == "set_(" else None
+            source = eval(found[3], space) if found[3] else target
         except Exception:
             return False  # eager torch refuses the statement as well
-        if not isinstance(target, torch.Tensor):
+        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
             return False
+        if target.is_inference() != source.is_inference():
+            return True
         if self.after and not any(target is t for t in self._deferred):
             return True
         if found[2] == "set_(" and (target.requires_grad or source.requires_grad):
@@ -386,14 +394,20 @@ class Rules:
 
     def run(self, line: str, space: dict[str, Any]) -> str:
         """Run a statement; give it with an end that deletes what are accidents from now on."""
+        plain: list[torch.Tensor] = []
+        if "requires_grad_(" in line:
+            tensors = [t for v in space.values() for t in _tensors(v)]
+            plain = [t for t in tensors if t._is_view() and not t._base.requires_grad]
         exec(compile(line, "<statement>", "exec"), space)
         if not self.after:
             self._take_note(line, space)
+        late = {id(t) for t in plain if t._base.requires_grad}
         modules = _GRAD_TURNS.search(line)
         spoiled = [
             name
             for name, value in space.items()
-            if (name[0] == "t" or (modules and name[0] == "m")) and accidental(value)
+            if (name[0] == "t" or (modules and name[0] == "m"))
+            and any(id(t) in late or accidental(t) for t in _tensors(value))
         ]
         for name in spoiled:
             del space[name]
@@ -413,18 +427,23 @@ def bare(line: str) -> str:
     return line.rpartition("\ndel ")[0] if line.endswith(ACCIDENT) else line
 
 
-def accidental(value: Any) -> bool:
-    """Tell whether a value is, or a module holds, a view outside the graph of its base."""
-    if isinstance(value, torch.Tensor):
-        return (
-            value._is_view()
-            and value._base.requires_grad
-            and _is_leaf(value) is not False
-            and value.is_floating_point()
-        )
-    if isinstance(value, nn.Module):
-        return any(accidental(v) for m in value.modules() for v in _held(m))
-    return False
+def _kills(found: re.Match[str], space: dict[str, Any]) -> bool:
+    """Tell whether a copy would end the process on torch 1.13."""
+    try:
+        target, source = (eval(found[k], space) for k in (1, 2))
+        return source.numel() == 0 and (target.shape, target.dtype) != (source.shape, source.dtype)
+    except Exception:
+        return False  # no tensors
+
+
+def accidental(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a view outside the graph of its base."""
+    return (
+        tensor._is_view()
+        and tensor._base.requires_grad
+        and _is_leaf(tensor) is not False
+        and tensor.is_floating_point()
+    )
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool | None:
@@ -434,15 +453,18 @@ def _is_leaf(tensor: torch.Tensor) -> bool | None:
         return None
 
 
-def _held(module: nn.Module) -> list[Any]:
-    plain = vars(module)
-    return [
-        *module._parameters.values(),
-        *module._buffers.values(),
-        *plain.get("listed", ()),
-        plain.get("loose"),
-        plain.get("weight"),
-    ]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Give the tensor itself, or those that a module holds."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            own = vars(module)
+            entries = (*module._parameters.values(), *module._buffers.values())
+            extra = (own.get("loose"), own.get("weight"), *own.get("listed", ()))
+            found.extend(t for t in (*entries, *extra) if isinstance(t, torch.Tensor))
+    return found
 
 
 class Writer:
