@@ -12,7 +12,8 @@ PUBLIC = {
         "deferred_init": "(module_fn, *args, **kwargs)",
         "is_deferred": "(obj)",
         "materialize_tensor": "(tensor)",
-        "materialize_module": "(module, buffers_only=False, check_fn=None, *, recurse=True)",
+        "materialize_module": "(module, buffers_only=False, check_fn=None, *, recurse=True,"
+        " num_threads=None, progress=False)",
     },
     "torchcompat.fake": {
         "fake_mode": "(*, fake_cuda=False)",
