@@ -334,7 +334,7 @@ MUST_FAIL = re.compile(
 
 _VALUE_ERROR = re.compile(r"torch\.tensor\(\[")  # an index of values, good or bad
 
-_REBINDS = re.compile(r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()([\w.]*)")
+_REBINDS = re.compile(r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()((?:\w+)?(?:\.(?!clone|data)\w+)*)")
 _COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
@@ -382,8 +382,9 @@ class Rules:
             source = eval(found[3], space) if found[3] else target
         except Exception:
             return False  # eager torch refuses the statement as well
-        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
+        if not isinstance(target, torch.Tensor):
             return False
+        source = source if isinstance(source, torch.Tensor) else target
         if target.is_inference() != source.is_inference():
             return True
         if self.after and not any(target is t for t in self._deferred):

@@ -77,10 +77,15 @@ REFUSED = re.compile(
 KEPT = (torch.Tensor, nn.Module, torch.Generator, float, int, list)
 
 
+def _seed(seed: int) -> None:
+    """Seed the CPU alone: `torch.manual_seed` formats the stack once for each other device."""
+    torch.default_generator.manual_seed(seed)
+
+
 def write(rnd: Any, size: int = 16) -> Program:
     """Write a random program of up to `size` statements in the constructor."""
     seed = rnd.randrange(1000)
-    torch.manual_seed(seed)
+    _seed(seed)
     dtype = torch.get_default_dtype()
     try:
         writer = grammar.Writer(rnd, grammar.names())
@@ -101,7 +106,7 @@ def write(rnd: Any, size: int = 16) -> Program:
 def run(program: Program, call: Callable[[Callable[[], Any]], Any]) -> Outcome:
     """Run a program, its constructor through `call`; give what it leaves."""
     dtype = torch.get_default_dtype()
-    torch.manual_seed(program.seed)
+    _seed(program.seed)
     outer = grammar.names()
     states = []
     try:
@@ -214,7 +219,7 @@ def repaired(program: Program) -> Program | None:
     """Delete what becomes an accident in a shortened program; nothing if a rule forbids it."""
     rules, space, parts = grammar.Rules(), grammar.names(), []
     dtype = torch.get_default_dtype()
-    torch.manual_seed(program.seed)
+    _seed(program.seed)
     try:
         for part in (program.before, program.inside, program.after):
             if len(parts) == 1:
