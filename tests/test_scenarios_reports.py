@@ -405,7 +405,7 @@ def test_mapped_checkpoint_in_the_constructor(tmp_path):
 
     def build():
         layer = nn.Linear(4, 3)
-        state = torch.load(path, mmap=True, weights_only=True)
+        state = torch.load(str(path), mmap=True, weights_only=True)
         layer.load_state_dict({"weight": state["weight"]}, strict=False)
         return layer
 

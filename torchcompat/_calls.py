@@ -17,7 +17,7 @@ import torch
 from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import Plan
 from torchcompat._random import draws, streams
-from torchcompat._tape import SNAPSHOT_BYTES, Const, Geometry, Op, Storage, Value, replace, tensors_in
+from torchcompat._tape import SNAPSHOT_BYTES, Const, Geometry, Op, Storage, Value, replace, version_of, tensors_in
 from torchcompat._thread import require_devices, thread
 
 FakeTensor = fake_tensor.FakeTensor
@@ -117,6 +117,13 @@ def note_graph(op: Op, fakes: Any, results: list[Value]) -> None:
     if not results:
         return
     op.graph = True
+    for result in results:
+        result.storage.graph = True  # type: ignore[union-attr]
+    op.seen = [
+        (s, version_of(s.memory))
+        for s in {f._value.storage for f in inputs}
+        if s.memory is not None
+    ]
     op.leaves = [(f._value, fake_tensor.real_class(f)) for f in inputs if f.is_leaf]
     for fake in inputs:
         fake._value.storage.dependents.extend(weakref.ref(r) for r in results)
@@ -173,6 +180,12 @@ def _all_real_and_large(fakes: list[Any]) -> bool:
 def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator for real now: fakes among its arguments are computed first."""
     written = plan.written(args, kwargs)
+    if torch.is_grad_enabled() and any(not isinstance(t, FakeTensor) for t in written):
+        if any(f.requires_grad for f in tensors(args, kwargs)[0]):
+            raise RuntimeError(
+                f"{plan.name} writes a real tensor from a deferred one that requires grad: the graph "
+                "would lead to the deferred tensor. Materialise it first, or use torch.no_grad()."
+            )
     back = {}
     real_args: Any = []
 

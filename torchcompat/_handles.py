@@ -149,7 +149,8 @@ def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) ->
     op = _calls.new_op(function, (value, *args), {}, function.__name__.replace("_no_grad_", ""))
     op.grad = False
     op.takes_generator = True
-    op.writes, op.overwrites = (value,), _calls.covers(value)
+    op.writes = (value,)
+    op.overwrites = _calls.covers(value) and not value.storage.graph
     op.reads = () if op.overwrites else (value,)
     generator = generator or streams.default_generator(value.geometry.device)
     if generator is not None:

@@ -104,7 +104,9 @@ _accepted: set[Any] = set()
 def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise what torch raises for an in-place operator with these scalars on such a tensor."""
     key = (plan.func, geometry.dtype, *args[1:], *kwargs.items())
-    overlapping = any(t == 0 and s > 1 for t, s in zip(geometry.stride, geometry.size))
+    overlapping = 0 not in geometry.size and any(
+        t == 0 and s > 1 for t, s in zip(geometry.stride, geometry.size)
+    )
     try:
         if key in _accepted and not overlapping:
             return
@@ -114,7 +116,7 @@ def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]
         size = [min(s, 2) for s in geometry.size]
         one = torch.ones(size, dtype=geometry.dtype, device=_CPU)
         if overlapping:
-            one = torch.ones(1, dtype=geometry.dtype, device=_CPU).expand(2)
+            one = torch.ones(1, dtype=geometry.dtype, device=_CPU).expand(2, *size[1:])
         named = {**kwargs, "generator": torch.Generator()} if plan.generator else kwargs
         try:
             plan.func(one, *args[1:], **named)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _infer, fake_tensor
+from torchcompat import _calls, _infer, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import Plan
 from torchcompat._random import streams
 from torchcompat._tape import Geometry, Op, Storage, Value, replace, tensors_in
@@ -83,7 +83,22 @@ class Outputs:
             )
             if self.op is None or size > _SMALL or not fake_tensor.hardware(self.device.type):
                 raise
+            if self.plan.writes:
+                return self._try()
         return self._discover()
+
+    def _try(self) -> Any:
+        """Run an operator that writes on copies, to fail as it fails or to find that it does not."""
+
+        def copied(item: Any) -> Any:
+            return _replay.compute(item).clone() if isinstance(item, Value) else item.tensor.clone()
+
+        args = [replace(a, copied) for a in self.encoded]
+        named = {k: replace(a, copied) for k, a in self.named.items() if k != "generator"}
+        if self.plan.generator:
+            named["generator"] = torch.Generator()
+        with autograd_hooks.quiet():
+            return self.plan.func(*args, **named)
 
     def _discover(self) -> Any:
         """Learn the shapes by running the operator on computed values."""
@@ -190,7 +205,7 @@ class Outputs:
             others = [i for a in rest for i in tensors_in(a) if isinstance(i, Value)]
             target = op.writes[0]
             apart = all(v.storage is not target.storage for v in others)
-            if apart and _calls.covers(target) and written[0].grad_fn is None:
+            if apart and _calls.covers(target) and not target.storage.graph:
                 op.reads, op.overwrites = others, True
         if plan.random and op.position is None:
             _calls.note_draws(plan, op, self.args, self.kwargs, self.device)

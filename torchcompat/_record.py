@@ -79,7 +79,7 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _infer.check_fill(plan, value.geometry, args, kwargs)
     op = new_op(plan.func, (value, *args[1:]), kwargs, plan.name)
     op.writes = (value,)
-    if plan.overwrites and covers(value) and fake.grad_fn is None:
+    if plan.overwrites and covers(value) and not storage.graph:
         op.overwrites = True
     else:
         op.reads = (value,)
@@ -132,7 +132,7 @@ def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any
         return None
     device, dtype = fake_tensor.indexed(device), kwargs.get("dtype")
     if plan.name.endswith("_like"):
-        if like.layout != torch.strided or not _calls.dense(_infer.geometry_of(like)):
+        if like.layout != torch.strided or like.numel() == 0 or not _calls.dense(_infer.geometry_of(like)):
             return None
         return Geometry(tuple(like.shape), like.stride(), 0, dtype or like.dtype, device)
     if not plan.sized:

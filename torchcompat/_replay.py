@@ -65,7 +65,7 @@ class Run:
         chain = []
         while value not in self._held and value.parent is not None:
             real = value.real
-            if real is not None and real.grad_fn is not None and self.schedule.lasting(value):
+            if real is not None and _in_graph(real) and self.schedule.lasting(value):
                 self._hold(value, real)
                 break
             chain.append(value)
@@ -110,7 +110,7 @@ class Run:
         args, kwargs = self._arguments(op, {value.parent: base})
         with torch.set_grad_enabled(op.grad and lasting):
             made: torch.Tensor = _flat(op.func(*args, **kwargs))[value.index]
-        if made.grad_fn is not None and value.real is None:
+        if _in_graph(made) and value.real is None:
             value.real = made
         return made
 
@@ -207,6 +207,13 @@ class _as_recorded:  # noqa: N801
             self._inference.__exit__(*exc)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
+
+
+def _in_graph(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view of several that was written to: torch says so when asked
+        return True
 
 
 def _flat(result: Any) -> list[Any]:

@@ -108,6 +108,7 @@ class Schedule:
             storage = value.storage
             assert storage is not None
             if storage.memory is not None and op.seq > storage.since:
+                self._unchanged(op, dict(op.seen).get(storage), storage)
                 self.given.add(storage)
             elif not self._given_out(op, value):
                 self._states.append((storage, _writers_before(storage, op.seq)))
@@ -122,13 +123,18 @@ class Schedule:
         if not leaf and not storage.memory.requires_grad:
             return False
         late = len(storage.writers) != _writers_before(storage, op.seq)
-        if late or storage.version != version_of(storage.memory):
+        self._unchanged(op, None if late else storage.version, storage)
+        self.given.add(storage)
+        return True
+
+    def _unchanged(self, op: Op, version: int | None, storage: Storage) -> None:
+        """Refuse to build a graph on memory that is not what the operator was recorded on."""
+        assert storage.memory is not None
+        if version != version_of(storage.memory):
             raise RuntimeError(
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and "
                 "then changed. Materialise the two together, for example with materialize_module."
             )
-        self.given.add(storage)
-        return True
 
     def lasting(self, value: Value) -> bool:
         """Tell whether a value's memory here is the one that is given out."""

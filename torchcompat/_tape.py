@@ -39,6 +39,7 @@ class Storage:
     __slots__ = (
         "__weakref__",
         "dependents",
+        "graph",
         "inference",
         "known",
         "known_at",
@@ -58,6 +59,7 @@ class Storage:
         self.since = 0  # operators recorded after this one act on ``memory`` at once
         self.version = 0  # version counter of what was given out, then
         self.dependents: list[Any] = []  # weak references to values whose graph comes from here
+        self.graph = False  # whether an operator that extended a graph wrote it
         self.inference = False  # whether it was allocated in inference mode
 
 
@@ -142,6 +144,7 @@ class Op:
     reads: Sequence[Value] = ()
     writes: Sequence[Value] = ()
     made: Sequence[Storage] = ()  # storages this call allocates, in the order of its outputs
+    seen: Sequence[tuple[Storage, int]] = ()  # versions of memory that was there already
     overwrites = False  # its one written storage is written whole and not read
     grad = False
     inference = False

@@ -65,7 +65,7 @@ def data_property(recorder: Any) -> Any:
     original = torch.Tensor.data
 
     def assign(self: torch.Tensor, source: torch.Tensor) -> None:
-        if fake_tensor.is_fake(source):
+        if fake_tensor.is_fake(source) and not fake_tensor.is_fake(self):
             source = recorder.expose(source)
         original.__set__(self, source)  # type: ignore[attr-defined]
 

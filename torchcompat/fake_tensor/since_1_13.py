@@ -94,8 +94,10 @@ class FakeTensor(torch.Tensor):
 
     def numpy(self, **options: Any) -> Any:
         """Give this tensor its values now and share them with an array."""
-        if self.requires_grad and not options.get("force"):
-            return torch.zeros(1, requires_grad=True, device="cpu").numpy()  # fails as torch fails
+        if self.requires_grad and torch.is_grad_enabled() and not options.get("force"):
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
         return _recorder.expose(self).numpy(**options)
 
     def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
