@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from tests.equality import verify_values
 from tests.fuzz import programs
 
 
@@ -74,3 +77,86 @@ def test_programs_use_the_whole_grammar():
         "except",
     ):
         assert used in text, used
+
+
+# Programs that once came out different, cut down. Each returns what is compared, by name.
+
+
+def _data_of_a_copy_then_a_write():
+    weight, other = torch.randn(3, requires_grad=True), torch.empty(3)
+    other.data = weight.clone()
+    filled = weight.masked_fill(weight > 0, 0.5)
+    with torch.no_grad():
+        weight.fill_(7)
+    return {"filled": filled}
+
+
+def _overwritten_through_a_view():
+    value = torch.randn(3, 3, requires_grad=True) * 2
+    with torch.no_grad():
+        value.view(3, 3).copy_(torch.ones(3, 3))
+    return {"value": value}
+
+
+def _overwritten_through_an_alias():
+    value = torch.randn(3, 3, requires_grad=True) * 2
+    value.detach().normal_()
+    return {"value": value}
+
+
+def _overwritten_by_a_composite():
+    value = torch.randn(3, 3, requires_grad=True) * 2
+    nn.init.trunc_normal_(value, std=0.02)
+    return {"value": value}
+
+
+def _array_of_a_parameter_without_grad_mode():
+    weight = nn.Parameter(torch.randn(2))
+    with torch.no_grad():
+        return {"copied": torch.from_numpy(weight.numpy().copy()), "weight": weight}
+
+
+def _fills_of_nothing():
+    places = torch.zeros(4, 4).nonzero()
+    places.random_(0, 20)
+    return {"places": places}
+
+
+def _view_of_a_leaf_filled_twice():
+    view = nn.Parameter(torch.randn(3, 3)).squeeze()
+    nn.init.uniform_(view)
+    nn.init.uniform_(view)
+    return {"view": view}
+
+
+def _foreach_on_a_list_with_and_without_grad():
+    weight, plain = torch.randn(3, requires_grad=True), torch.ones(3)
+    torch._foreach_mul_([plain], [weight])
+    return {"weight": weight, "plain": plain}
+
+
+def _a_refused_copy_changes_nothing():
+    linear = nn.Linear(16, 2)
+    picked = linear.weight.t()[torch.tensor([0, -1])]
+    with pytest.raises(RuntimeError):
+        linear.weight.data.copy_(picked)
+    return {"picked": picked}
+
+
+@pytest.mark.parametrize(
+    "construct",
+    [
+        _data_of_a_copy_then_a_write,
+        _overwritten_through_a_view,
+        _overwritten_through_an_alias,
+        _overwritten_by_a_composite,
+        _array_of_a_parameter_without_grad_mode,
+        _fills_of_nothing,
+        _view_of_a_leaf_filled_twice,
+        _foreach_on_a_list_with_and_without_grad,
+        _a_refused_copy_changes_nothing,
+    ],
+    ids=lambda construct: construct.__name__.strip("_"),
+)
+def test_once_different(construct):
+    verify_values(construct)

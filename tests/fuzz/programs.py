@@ -69,9 +69,10 @@ def every_warning_an_error() -> Iterator[None]:
         torch.set_warn_always(before)
 
 
-# What the package documents to refuse, at materialisation and by name.
+# What the package documents to refuse, by name.
 REFUSED = re.compile(
     "recorded a real tensor of shape .* that was changed before"
+    "|writes a real tensor from a deferred one that requires grad"
     "|builds an autograd graph on a tensor that was materialised and then changed"
 )
 KEPT = (torch.Tensor, nn.Module, torch.Generator, float, int, list)
