@@ -297,7 +297,9 @@ def test_a_materialised_tensor_is_an_ordinary_tensor(tmp_path):
     tensor = materialize_tensor(deferred_init(torch.randn, 3))
     assert type(tensor) is torch.Tensor
     torch.save(layer.state_dict(), tmp_path / "state.pt")
-    assert_equal(dict(layer.state_dict()), dict(torch.load(tmp_path / "state.pt", weights_only=True)))
+    assert_equal(
+        dict(layer.state_dict()), dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    )
     assert tensor.numpy().shape == (3,)
     assert tensor.data_ptr()
     tensor.share_memory_()

@@ -7,23 +7,34 @@ from values computed on scratch memory; what it read stays deferred.
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import torchcompat
 from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
-from torchcompat._plans import Plan
 from torchcompat._random import draws, streams
-from torchcompat._tape import SNAPSHOT_BYTES, Const, Geometry, Op, Storage, Value, replace, version_of, tensors_in
-from torchcompat._thread import require_devices, thread
+from torchcompat._tape import (
+    SNAPSHOT_BYTES,
+    Const,
+    Geometry,
+    Op,
+    Storage,
+    Value,
+    replace,
+    version_of,
+)
+from torchcompat._thread import thread
+
+if TYPE_CHECKING:
+    from torchcompat._plans import Plan
 
 FakeTensor = fake_tensor.FakeTensor
 aten = torch.ops.aten
 
-_SKIPPED = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))
+_SKIPPED = tuple(f.rpartition("__init__")[0] for f in (torch.__file__, torchcompat.__file__))
 _WITH_GENERATOR = {aten.randperm.default: aten.randperm.generator}
 # Questions about metadata, which must not compute anything.
 _METADATA = {"is_pinned": False, "is_coalesced": False, "is_same_size": None, "device": None}
@@ -180,12 +191,7 @@ def _all_real_and_large(fakes: list[Any]) -> bool:
 def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator for real now: fakes among its arguments are computed first."""
     written = plan.written(args, kwargs)
-    if torch.is_grad_enabled() and any(not isinstance(t, FakeTensor) for t in written):
-        if any(f.requires_grad for f in tensors(args, kwargs)[0]):
-            raise RuntimeError(
-                f"{plan.name} writes a real tensor from a deferred one that requires grad: the graph "
-                "would lead to the deferred tensor. Materialise it first, or use torch.no_grad()."
-            )
+    _refuse_graph(plan, written, tensors(args, kwargs)[0])
     back = {}
     real_args: Any = []
 
@@ -204,16 +210,30 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     for tensor in plan.written(real_args, real_kwargs):
         Const.before_write(tensor)
     if plan.random:
-        generator = kwargs.get("generator")
-        if generator is None:
-            device = next((t.device for t in written), kwargs.get("device") or torch.device("cpu"))
-            generator = streams.default_generator(device)
-        if generator is not None:
-            streams.expose(generator)
+        _expose(kwargs.get("generator"), written, kwargs.get("device"))
     result = plan.func(*real_args, **real_kwargs)
     if isinstance(result, torch.Tensor):
         return back.get(id(result), result)
     return result
+
+
+def _refuse_graph(plan: Plan, written: list[Any], fakes: list[Any]) -> None:
+    """Refuse to let the graph of a real tensor lead to deferred ones."""
+    real = any(not isinstance(t, FakeTensor) for t in written)
+    if real and torch.is_grad_enabled() and any(f.requires_grad for f in fakes):
+        raise RuntimeError(
+            f"{plan.name} writes a real tensor from a deferred one that requires grad: the graph "
+            "would lead to the deferred tensor. Materialise it first, or use torch.no_grad()."
+        )
+
+
+def _expose(generator: Any, written: list[Any], device: Any) -> None:
+    """Give the generator that an operator is about to draw from its true state."""
+    if generator is None:
+        device = next((t.device for t in written), device or torch.device("cpu"))
+        generator = streams.default_generator(device)
+    if generator is not None:
+        streams.expose(generator)
 
 
 def answer(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:

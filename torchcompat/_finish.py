@@ -104,7 +104,7 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
 
 
 def _foreign(fake: Any) -> bool:
-    """Tell whether a tensor comes from an operator that autograd may see only inside (torch < 2.1)."""
+    """Tell whether a tensor comes from an operator whose graph autograd may see only inside."""
     return any(op.foreign for op in fake._value.storage.writers[-1:])
 
 

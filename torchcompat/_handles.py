@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _infer, _record, _replay, autograd_hooks, fake_tensor
+from torchcompat import _calls, _record, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import plan_for
 from torchcompat._random import draws, streams
-from torchcompat._tape import Storage, Value
-from torchcompat._thread import paused, thread
+from torchcompat._tape import Value
+from torchcompat._thread import faked, paused, thread
 
 __all__ = ["alias", "dispatch", "paused"]
 
@@ -48,9 +48,9 @@ def recording() -> bool:
     return bool(thread.deferred) and not thread.pure
 
 
-def fakes_hardware() -> bool:
-    """Tell whether devices that are not there may be named on this thread."""
-    return bool(thread.devices)
+def fakes_hardware(kind: str) -> bool:
+    """Tell whether devices of a kind that is not there may be named on this thread."""
+    return bool(thread.modes) and faked(kind)
 
 
 def expose_generator(generator: torch.Generator) -> None:
@@ -63,7 +63,7 @@ def expose_generator(generator: torch.Generator) -> None:
 def assign(fake: Any, source: torch.Tensor) -> None:
     """Serve ``fake.data = source``: the fake stands for the source's memory from now on."""
     if fake_tensor.is_fake(source):
-        base = source._value  # type: ignore[attr-defined]
+        base = source._value
         _calls.fix(fake, Value(base.storage, base.geometry, base))
     elif source.device.type == "meta" or source.layout != torch.strided:
         torch.Tensor.data.__set__(fake, source)  # type: ignore[attr-defined]
@@ -129,8 +129,7 @@ def _copied(value: Value, memo: dict[int, Any]) -> Value:
         memo.setdefault(id(memo), []).append(storage)
     base = memo[id(storage)]
     if base.geometry.dtype != g.dtype:
-        flat = plan_for(aten.view.dtype)
-        base = dispatch(flat.func, (fake_tensor.wrap(base), g.dtype), {})._value
+        base = dispatch(aten.view.dtype, (fake_tensor.wrap(base), g.dtype), {})._value
     return _calls.strided(base, g.size, g.stride, g.offset)
 
 

@@ -6,15 +6,18 @@ recorded like any other. Sparse results are computed for real: a tape is of dens
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchcompat import _calls, _infer, _replay, autograd_hooks, fake_tensor
-from torchcompat._plans import Plan
 from torchcompat._random import streams
+from torchcompat._schedule import written_by
 from torchcompat._tape import Geometry, Op, Storage, Value, replace, tensors_in
 from torchcompat._thread import require_devices
+
+if TYPE_CHECKING:
+    from torchcompat._plans import Plan
 
 _NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
 _SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not be inferred
@@ -67,7 +70,8 @@ class Outputs:
             return torch.device("cpu")
         if self.kwargs.get("device") is not None:
             require_devices(device.type)
-        return fake_tensor.indexed(device)
+        indexed: torch.device = fake_tensor.indexed(device)
+        return indexed
 
     def _infer(self) -> Any:
         try:
@@ -88,7 +92,7 @@ class Outputs:
         return self._discover()
 
     def _try(self) -> Any:
-        """Run an operator that writes on copies, to fail as it fails or to find that it does not."""
+        """Run an operator that writes, on copies: to fail as it fails, or to find that it works."""
 
         def copied(item: Any) -> Any:
             return _replay.compute(item).clone() if isinstance(item, Value) else item.tensor.clone()
@@ -204,8 +208,9 @@ class Outputs:
             rest += [a for k, a in op.kwargs.items() if k != name]
             others = [i for a in rest for i in tensors_in(a) if isinstance(i, Value)]
             target = op.writes[0]
-            apart = all(v.storage is not target.storage for v in others)
-            if apart and _calls.covers(target) and not target.storage.graph:
+            memory = target.storage
+            apart = memory is not None and all(v.storage is not memory for v in others)
+            if apart and _calls.covers(target) and memory is not None and not memory.graph:
                 op.reads, op.overwrites = others, True
         if plan.random and op.position is None:
             _calls.note_draws(plan, op, self.args, self.kwargs, self.device)
@@ -214,5 +219,5 @@ class Outputs:
         for storage in self.made:
             if storage is not None:
                 storage.writers.append(op)
-        for storage in {id(v.storage): v.storage for v in op.writes}.values():
+        for storage in written_by(op) - set(self.made):
             storage.writers.append(op)

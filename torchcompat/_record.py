@@ -132,7 +132,11 @@ def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any
         return None
     device, dtype = fake_tensor.indexed(device), kwargs.get("dtype")
     if plan.name.endswith("_like"):
-        if like.layout != torch.strided or like.numel() == 0 or not _calls.dense(_infer.geometry_of(like)):
+        if (
+            like.layout != torch.strided
+            or like.numel() == 0
+            or not _calls.dense(_infer.geometry_of(like))
+        ):
             return None
         return Geometry(tuple(like.shape), like.stride(), 0, dtype or like.dtype, device)
     if not plan.sized:

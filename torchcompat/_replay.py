@@ -330,11 +330,11 @@ def _reporter(schedule: Schedule, progress: Progress | None) -> Callable[[Storag
 
 def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
     """Make what a schedule computed permanent."""
-    for storage, run in owners.items():
-        root = run.root(storage)
-        storage.memory = root if root.requires_grad else root.detach()
-        storage.known = None
-        storage.since = now()
+    for made, run in owners.items():
+        root = run.root(made)
+        made.memory = root if root.requires_grad else root.detach()
+        made.known = None
+        made.since = now()
     rest = Run(schedule)
     for value in schedule.targets:
         storage = value.storage

@@ -99,8 +99,8 @@ class Schedule:
             # A graph is built once, of the tensors that are given out.
             self.extending.add(op.seq)
             self._leaves(op)
-            for storage in results:
-                self._keep(storage)
+            for result in results:
+                self._keep(result)
         for value in (*op.reads, *op.writes):
             if value.parent is not None:
                 self._graph_of(value)

@@ -35,11 +35,11 @@ _recording = 0
 _lock = threading.Lock()
 
 
-class Mode(autograd_hooks.TorchDispatchMode):
+class Mode(autograd_hooks.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sends every operator of this thread to the recorder."""
 
     def __init__(self, dispatch: Callable[..., Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._dispatch = dispatch
         key = autograd_hooks.free_mode_key()
         if key is not None:
@@ -53,7 +53,7 @@ class Mode(autograd_hooks.TorchDispatchMode):
         return self._dispatch(func, args, kwargs or {})
 
 
-def _faked(kind: str) -> bool:
+def faked(kind: str) -> bool:
     """Tell whether tensors of a device type are faked on this thread without its hardware."""
     return not fake_tensor.hardware(kind) and (kind != "cuda" or bool(thread.devices))
 
@@ -61,7 +61,7 @@ def _faked(kind: str) -> bool:
 def require_devices(kind: str) -> None:
     """Fail as torch fails where CUDA is named without being there, and not to be faked."""
     if kind == "cuda" and not thread.devices and not fake_tensor.hardware("cuda"):
-        torch.cuda._lazy_init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
 
 
 class FunctionMode(TorchFunctionMode):
@@ -85,12 +85,12 @@ def _from_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     if device is None and not fake_tensor.hardware("cuda"):
         device = torch.empty(0).device  # the default, whoever set it
     device = torch.device(device or "cpu")
-    if _faked(device.type):
+    if faked(device.type):
         return func(*args, **{**kwargs, "device": "cpu"}).to(fake_tensor.indexed(device))
     return func(*args, **kwargs)
 
 
-def _moved(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _moved(_: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Move a real tensor to a device that may not be there."""
     if fake_tensor.is_fake(args[0]):
         return func(*args, **kwargs)
@@ -99,7 +99,7 @@ def _moved(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             kwargs["device"] = fake_tensor.indexed(kwargs["device"])
         return func(*(fake_tensor.indexed(a) for a in args), **kwargs)
     kind = func.__name__
-    if not _faked(kind):
+    if not faked(kind):
         return func(*args, **kwargs)
     index = (*args[1:], kwargs.pop("device", None), None)[0]
     index = index if isinstance(index, int) else torch.device(index or kind).index

@@ -26,7 +26,7 @@ def patches(recorder: Any) -> list[tuple[Any, str, Any]]:
     """List what is replaced while a mode is active: owner, name, replacement."""
     return [
         *common(recorder),
-        (torch.cuda, "_lazy_init", lazy_init(recorder)),
+        *starts(recorder),
         (torch.Tensor, "__new__", legacy_new(recorder)),
     ]
 
@@ -104,12 +104,18 @@ def acceptable_to_cudnn() -> Any:
     return is_acceptable
 
 
-def lazy_init(recorder: Any) -> Any:
-    """Build the stand-in for CUDA's start: nothing, on threads that record, if there is no CUDA."""
-    original: Any = torch.cuda._lazy_init
+def starts(recorder: Any) -> list[tuple[Any, str, Any]]:
+    """List the patches that keep devices from starting while arguments are parsed."""
+    modules = (torch.cuda, getattr(torch, "xpu", None))
+    return [(m, "_lazy_init", lazy_init(recorder, m)) for m in modules if hasattr(m, "_lazy_init")]
+
+
+def lazy_init(recorder: Any, module: Any) -> Any:
+    """Build the stand-in for a device's start: nothing, on threads that fake such devices."""
+    original, kind = module._lazy_init, module.__name__.rpartition(".")[2]
 
     def start() -> None:
-        if not (recorder.fakes_hardware() and not fake_tensor.hardware("cuda")):
+        if not recorder.fakes_hardware(kind):
             original()
 
     return start

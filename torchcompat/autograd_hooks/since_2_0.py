@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from torchcompat.autograd_hooks.since_1_13 import (
     autocast,
     become,
     common,
     free_mode_key,
     hand_over,
-    lazy_init,
     set_type_attribute,
+    starts,
     switch,
 )
 
@@ -30,4 +28,4 @@ __all__ = [
 
 def patches(recorder: Any) -> list[tuple[Any, str, Any]]:
     """List what is replaced while a mode is active: owner, name, replacement."""
-    return [*common(recorder), (torch.cuda, "_lazy_init", lazy_init(recorder))]
+    return [*common(recorder), *starts(recorder)]

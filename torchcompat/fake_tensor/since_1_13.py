@@ -96,7 +96,8 @@ class FakeTensor(torch.Tensor):
         """Give this tensor its values now and share them with an array."""
         if self.requires_grad and torch.is_grad_enabled() and not options.get("force"):
             raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+                "Can't call numpy() on Tensor that requires grad. "
+                "Use tensor.detach().numpy() instead."
             )
         return _recorder.expose(self).numpy(**options)
 
