@@ -24,7 +24,7 @@ from torchcompat._tape import (
     Storage,
     Value,
     replace,
-    version_of,
+    stamp,
 )
 from torchcompat._thread import thread
 
@@ -130,11 +130,7 @@ def note_graph(op: Op, fakes: Any, results: list[Value]) -> None:
     op.graph = True
     for result in results:
         result.storage.graph = True  # type: ignore[union-attr]
-    op.seen = [
-        (s, version_of(s.memory))
-        for s in {f._value.storage for f in inputs}
-        if s.memory is not None
-    ]
+    op.seen = [(s, stamp(s)) for s in {f._value.storage for f in inputs} if s.memory is not None]
     op.leaves = [(f._value, fake_tensor.real_class(f)) for f in inputs if f.is_leaf]
     for fake in inputs:
         fake._value.storage.dependents.extend(weakref.ref(r) for r in results)
@@ -207,6 +203,9 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
 
     real_args = [real(a) for a in args]
     real_kwargs = {k: real(a) for k, a in kwargs.items()}
+    for fake in written:
+        if isinstance(fake, FakeTensor):  # below autograd nothing counts the write
+            fake._value.storage.changes += 1
     for tensor in plan.written(real_args, real_kwargs):
         Const.before_write(tensor)
     if plan.random:

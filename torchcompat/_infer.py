@@ -197,7 +197,8 @@ def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     if plan.inplace and not (isinstance(args[0], Value) and size == args[0].geometry.size):
         return None
-    key = (plan.func, *(_kind(a, plan.elementwise) for a in args), *kwargs.items())
+    kinds = (_kind(a, plan.elementwise) for a in args)
+    key = (plan.func, torch.get_default_dtype(), *kinds, *kwargs.items())
     try:
         dtype = _dtypes.get(key)
     except TypeError:

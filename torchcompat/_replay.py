@@ -16,7 +16,7 @@ import torch
 from torchcompat import autograd_hooks, fake_tensor
 from torchcompat._random import streams
 from torchcompat._schedule import Schedule, components, read_by, require_hardware, written_by
-from torchcompat._tape import Op, Storage, Value, now, replace, version_of
+from torchcompat._tape import Op, Storage, Value, now, replace, stamp
 
 # One thread plans and gives out tensors at a time, so that two callers get one object.
 lock = threading.RLock()
@@ -344,7 +344,7 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
             schedule.given.add(storage)
         if value.real is None:
             value.real = owners.get(storage, rest).handle(value)
-        storage.version = version_of(storage.memory)
+        storage.version = stamp(storage)
 
 
 def state_after(op: Op) -> torch.Tensor:

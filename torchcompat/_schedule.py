@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from torchcompat import fake_tensor
-from torchcompat._tape import Geometry, Op, Storage, Value, version_of
+from torchcompat._tape import Geometry, Op, Storage, Value, stamp
 
 
 class Schedule:
@@ -130,7 +130,7 @@ class Schedule:
     def _unchanged(self, op: Op, version: int | None, storage: Storage) -> None:
         """Refuse to build a graph on memory that is not what the operator was recorded on."""
         assert storage.memory is not None
-        if version != version_of(storage.memory):
+        if version != stamp(storage):
             raise RuntimeError(
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and "
                 "then changed. Materialise the two together, for example with materialize_module."

@@ -38,6 +38,7 @@ class Storage:
 
     __slots__ = (
         "__weakref__",
+        "changes",
         "dependents",
         "graph",
         "inference",
@@ -59,6 +60,7 @@ class Storage:
         self.since = 0  # operators recorded after this one act on ``memory`` at once
         self.version = 0  # version counter of what was given out, then
         self.dependents: list[Any] = []  # weak references to values whose graph comes from here
+        self.changes = 0  # writes to ``memory`` that bumped no version counter
         self.graph = False  # whether an operator that extended a graph wrote it
         self.inference = False  # whether it was allocated in inference mode
 
@@ -218,6 +220,12 @@ class Const:
 def _address(tensor: torch.Tensor) -> int:
     """Return the address at which a tensor's storage begins."""
     return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+
+
+def stamp(storage: Storage) -> int:
+    """Return a number that changes with every write to a storage's memory that can be seen."""
+    assert storage.memory is not None
+    return version_of(storage.memory) + (storage.changes << 32)
 
 
 def version_of(tensor: torch.Tensor) -> int:
