@@ -79,7 +79,7 @@ def on_meta() -> nn.Module:
 
 
 def in_torch_fake_mode() -> nn.Module:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: TID251
 
     with FakeTensorMode():
         return large()

@@ -135,15 +135,15 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             if found is not None:
                 return found
         failed = None
-        if (plan.elementwise or plan.name in _BY_SHAPE) and _little(args):
+        by_shape = plan.elementwise or plan.name in _BY_SHAPE or plan.name.startswith("_foreach_")
+        if by_shape and _little(args):
             try:
                 return _call(plan.func, args, kwargs, _zeros_like, _CPU)
-            except Exception as error:  # the shadows say it better, if they say it at all
+            except Exception as error:  # on the CPU it fails so, elsewhere it may not
                 failed = error
-        result = _call(plan.func, args, kwargs, _shadow_of, _META)
         if failed is not None and all(_geometry(i).device == _CPU for i in _items(args)):
             raise failed
-        return result
+        return _call(plan.func, args, kwargs, _shadow_of, _META)
 
 
 def _items(args: Any) -> list[Any]:

@@ -334,7 +334,9 @@ MUST_FAIL = re.compile(
 
 _VALUE_ERROR = re.compile(r"torch\.tensor\(\[")  # an index of values, good or bad
 
-_REBINDS = re.compile(r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()((?:\w+)?(?:\.(?!clone|data)\w+)*)")
+_REBINDS = re.compile(
+    r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()((?:\w+)?(?:\.(?!clone|data)\w+)*)"
+)
 _COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")

@@ -69,11 +69,13 @@ def every_warning_an_error() -> Iterator[None]:
         torch.set_warn_always(before)
 
 
-# What the package documents to refuse, by name.
+# What the package documents to refuse, by name, and one limit: assigning `.data` of a leaf whose
+# graph was recorded before leaves that graph on the tensor the leaf was then.
 REFUSED = re.compile(
     "recorded a real tensor of shape .* that was changed before"
     "|writes a real tensor from a deferred one that requires grad"
     "|builds an autograd graph on a tensor that was materialised and then changed"
+    "|a leaf is not in the graph"
 )
 KEPT = (torch.Tensor, nn.Module, torch.Generator, float, int, list)
 
