@@ -162,7 +162,7 @@ def demo(session: nox.Session) -> None:
 @nox.parametrize("transformers", ["4", "5"], ids=["v4", "v5"])
 def trainer(session: nox.Session, transformers: str) -> None:
     """Run the tests of a client, the Hugging Face Trainer."""
-    row = MATRIX.rows[MATRIX.trainer]
+    row = MATRIX.rows[MATRIX.trainer[transformers]]
     install(session, row, *group("tests"), *group(f"trainer-{transformers}"))
     session.run("pytest", "tests/test_trainer_client.py", *session.posargs)
 

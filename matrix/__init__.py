@@ -55,7 +55,7 @@ class Matrix:
     bench: tuple[str, ...]
     demo: str
     types: str
-    trainer: str
+    trainer: dict[str, str]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def read(path: Path = HERE / "torch.toml") -> Matrix:
     """Read the table."""
     table = tomllib.loads(path.read_text())
-    minors = [key for key, value in table.items() if isinstance(value, dict)]
+    minors = [key for key, value in table.items() if isinstance(value, dict) and "torch" in value]
     rows = {minor: _row(minor, **table.pop(minor)) for minor in sorted(minors, key=numbers)}
     default, fuzz, bench = (tuple(table.pop(key)) for key in ("default", "fuzz", "bench"))
     return Matrix(rows, default, fuzz, bench, **table)
