@@ -141,13 +141,9 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 return _call(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not
                 failed = error
-        if failed is not None and all(_geometry(i).device == _CPU for i in _items(args)):
+        if failed is not None and all(_geometry(i).device == _CPU for i in tensors_in([*args])):
             raise failed
         return _call(plan.func, args, kwargs, _shadow_of, _META)
-
-
-def _items(args: Any) -> list[Any]:
-    return [item for arg in args for item in tensors_in(arg)]
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any, device: Any) -> Any:

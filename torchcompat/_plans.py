@@ -101,7 +101,6 @@ class Plan:
         "elementwise",
         "keeps_sizes",
         "random",
-        "rebinds",
         "sized",
         "returns",
         "tensors_only",
@@ -128,8 +127,8 @@ class Plan:
         self.overwrites = own and (
             self.name in _OVERWRITES or (bool(self.writes) and self.writes[0][0] != 0)
         )
-        self.rebinds = own and self.name in _REBINDS
-        self.views_metadata = torch.Tag.inplace_view in func.tags or self.rebinds
+        rebinds = own and self.name in _REBINDS
+        self.views_metadata = torch.Tag.inplace_view in func.tags or rebinds
         self.is_like = own and self.name in _LIKES and _fills(self.name, schema)
         self.fill = _LIKES.get(self.name) if self.is_like else None
         self.fills = self.inplace and not self.views_metadata and self.name not in _HIDDEN_WRITES

@@ -9,6 +9,8 @@ The rungs also say how a fake object becomes a real one.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +53,17 @@ _users = 0
 _saved: list[tuple[Any, str, Any, bool]] = []
 
 
+def _set_type_attribute(owner: type, name: str, value: Any) -> None:
+    """Set an attribute of an extension type, whose ``setattr`` refuses."""
+    gc.get_referents(vars(owner))[0][name] = value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
+
+
 def _set(owner: Any, name: str, value: Any) -> None:
     try:
         setattr(owner, name, value)
     except TypeError:  # a type of an extension module
-        _rung.set_type_attribute(owner, name, value)
+        _set_type_attribute(owner, name, value)
 
 
 def enter(recorder: Any) -> None:

@@ -7,8 +7,6 @@ constructor is served in Python. Until pytorch#122636 argument parsing calls
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 from typing import Any
 
@@ -86,12 +84,6 @@ def generator_state(recorder: Any) -> Any:
         return original(self)
 
     return get_state
-
-
-def set_type_attribute(owner: type, name: str, value: Any) -> None:
-    """Set an attribute of an extension type, whose ``setattr`` refuses."""
-    gc.get_referents(vars(owner))[0][name] = value
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 def acceptable_to_cudnn() -> Any:

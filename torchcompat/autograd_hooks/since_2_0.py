@@ -10,7 +10,6 @@ from torchcompat.autograd_hooks.since_1_13 import (
     common,
     free_mode_key,
     hand_over,
-    set_type_attribute,
     starts,
     switch,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "free_mode_key",
     "hand_over",
     "patches",
-    "set_type_attribute",
     "switch",
 ]
 

@@ -18,7 +18,6 @@ from torchcompat.autograd_hooks.since_2_4 import (
     become,
     free_mode_key,
     hand_over,
-    set_type_attribute,
     switch,
 )
 from torchcompat.autograd_hooks.since_2_4 import patches as patches_below
@@ -29,7 +28,6 @@ __all__ = [
     "free_mode_key",
     "hand_over",
     "patches",
-    "set_type_attribute",
     "switch",
 ]
 

@@ -12,7 +12,6 @@ from torchcompat.autograd_hooks.since_2_0 import (
     free_mode_key,
     hand_over,
     patches,
-    set_type_attribute,
     switch,
 )
 
@@ -22,7 +21,6 @@ __all__ = [
     "free_mode_key",
     "hand_over",
     "patches",
-    "set_type_attribute",
     "switch",
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchcompat import fake_tensor
-from torchcompat.autograd_hooks.since_1_13 import common, set_type_attribute
+from torchcompat.autograd_hooks.since_1_13 import common
 from torchcompat.autograd_hooks.since_2_3 import become, hand_over
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "free_mode_key",
     "hand_over",
     "patches",
-    "set_type_attribute",
     "switch",
 ]
 
