@@ -74,14 +74,14 @@ def tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     return fakes, reals
 
 
-def encode(arg: Any, keep: bool = False) -> Any:
-    """Replace tensors by values and constants."""
+def encode(arg: Any, graph: bool = False) -> Any:
+    """Replace tensors by values and constants; a graph needs the very tensors it starts from."""
     if isinstance(arg, FakeTensor):
         return arg._value
     if isinstance(arg, torch.Tensor):
-        return Const(arg, keep)
+        return Const(arg, graph and arg.requires_grad)
     if isinstance(arg, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in arg):
-        return [encode(a, keep) for a in arg]
+        return [encode(a, graph) for a in arg]
     return arg
 
 
@@ -120,13 +120,14 @@ def dense(g: Geometry) -> bool:
     return True
 
 
-def note_graph(op: Op, fakes: Any, results: list[Value]) -> None:
+def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     """Note that ``op`` extends the autograd graph, and from which leaves."""
     dtypes = ((r, r.geometry.dtype) for r in results)
     results = [r for r, dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    inputs = [f for f in fakes if f.requires_grad]
-    if not results:
+    graded = [t for t in inputs if t.requires_grad]
+    if not results or not graded:
         return
+    inputs = [f for f in graded if isinstance(f, FakeTensor)]
     op.graph = True
     for result in results:
         result.storage.graph = True  # type: ignore[union-attr]
@@ -174,7 +175,7 @@ def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
     op = new_op(plan.func, (), {}, plan.name)
     from torchcompat._outputs import Outputs  # it needs this module
 
-    return Outputs(plan, args, kwargs, op).build(written, fakes)
+    return Outputs(plan, args, kwargs, op).build(written)
 
 
 def _all_real_and_large(fakes: list[Any]) -> bool:

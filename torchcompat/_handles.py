@@ -64,7 +64,7 @@ def assign(fake: Any, source: torch.Tensor) -> None:
     """Serve ``fake.data = source``: the fake stands for the source's memory from now on."""
     if fake_tensor.is_fake(source):
         base = source._value
-        _calls.fix(fake, Value(base.storage, base.geometry, base))
+        _calls.fix(fake, Value(base.storage, base.geometry, base, None, 1))
     elif source.device.type == "meta" or source.layout != torch.strided:
         torch.Tensor.data.__set__(fake, source)  # type: ignore[attr-defined]
     else:

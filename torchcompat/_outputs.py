@@ -48,12 +48,14 @@ class Outputs:
         self.args, self.kwargs = args, kwargs
         self.values: list[Value] = []
         grad = op is not None and op.grad
-        self.encoded = [_calls.encode(a, grad and getattr(a, "requires_grad", False)) for a in args]
-        self.named = {k: _calls.encode(a) if k != "generator" else None for k, a in kwargs.items()}
+        self.encoded = [_calls.encode(a, grad) for a in args]
+        self.named = {
+            k: _calls.encode(a, grad) if k != "generator" else None for k, a in kwargs.items()
+        }
         self.device = self._device()
+        self.fakes, self.reals = _calls.tensors(args, kwargs)
         if op is not None:
-            fakes = _calls.tensors(args, kwargs)[0]
-            keep = {f._value for f in fakes if op.grad and f.requires_grad}
+            keep = {f._value for f in self.fakes if op.grad and f.requires_grad}
             op.args = [
                 a if i in plan.returns else _calls.fixed(a, keep)
                 for i, a in enumerate(self.encoded)
@@ -82,9 +84,7 @@ class Outputs:
             if self.op is None:
                 raise
         except Exception:
-            size = sum(
-                f.numel() * f.element_size() for f in _calls.tensors(self.args, self.kwargs)[0]
-            )
+            size = sum(f.numel() * f.element_size() for f in self.fakes)
             if self.op is None or size > _SMALL or not fake_tensor.hardware(self.device.type):
                 raise
             if self.plan.writes:
@@ -120,7 +120,7 @@ class Outputs:
             self.op.takes_generator = self.plan.generator
         return result
 
-    def build(self, written: Any = (), fakes: Any = ()) -> Any:
+    def build(self, written: Any = ()) -> Any:
         """Return what the caller gets, and put the call on the tape."""
         if any(getattr(r, "layout", torch.strided) != torch.strided for r in _flat(self.results)):
             return _calls.run(self.plan, self.args, self.kwargs)  # a tape is of dense memory
@@ -138,7 +138,7 @@ class Outputs:
             ]
             made = listed[0] if single else type(self.results)(listed) if many else tuple(listed)
         if self.op is not None:
-            self._note(written, fakes)
+            self._note(written)
         return made
 
     def _output(self, origin: int | None, result: Any) -> Any:
@@ -193,7 +193,7 @@ class Outputs:
             self.op.kwargs = self.named
         return source
 
-    def _note(self, written: Any, fakes: Any) -> None:
+    def _note(self, written: Any) -> None:
         """Put the call on the tape of every storage it makes or writes."""
         op, plan = self.op, self.plan
         assert op is not None
@@ -214,8 +214,8 @@ class Outputs:
                 op.reads, op.overwrites = others, True
         if plan.random and op.position is None:
             _calls.note_draws(plan, op, self.args, self.kwargs, self.device)
-        if op.grad and any(f.requires_grad for f in fakes):
-            _calls.note_graph(op, fakes, [*self.values, *op.writes])
+        if op.grad:
+            _calls.note_graph(op, [*self.fakes, *self.reals], [*self.values, *op.writes])
         for storage in self.made:
             if storage is not None:
                 storage.writers.append(op)

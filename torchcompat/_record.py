@@ -91,10 +91,10 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return fake
 
 
-def alias(fake: Any) -> Any:
-    """Make a fake on the same memory, outside the graph."""
+def alias(fake: Any, apart: bool = False) -> Any:
+    """Make a fake on the same memory, outside the graph; ``apart``: writes are not counted."""
     base = fake._value
-    return fake_tensor.wrap(Value(base.storage, base.geometry, base))
+    return fake_tensor.wrap(Value(base.storage, base.geometry, base, None, apart))
 
 
 def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) -> Any:

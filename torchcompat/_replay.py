@@ -101,7 +101,7 @@ class Run:
     def _view(self, value: Value, base: torch.Tensor) -> torch.Tensor:
         op = value.op
         if op is None:
-            return base.detach()
+            return base.data if value.index else base.detach()
         lasting = self.schedule.lasting(value)
         assert value.parent is not None
         if op.leaves and lasting:

@@ -132,8 +132,8 @@ class Value:
         self.storage = storage
         self.geometry = geometry
         self.parent = parent
-        self.op = op  # what made a view of its parent; None: plain detach
-        self.index = index  # which of that operator's outputs
+        self.op = op  # what made a view of its parent; None: detach, or ``.data``
+        self.index = index  # which of that operator's outputs; without one, 1 for ``.data``
         self.meta: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
         self.finished = False  # whether ``real`` is the object that was given out

@@ -60,7 +60,7 @@ class FakeTensor(torch.Tensor):
     @property
     def data(self) -> Any:
         """An alias outside the graph; assigning makes the fake stand for other memory."""
-        return _recorder.alias(self)
+        return _recorder.alias(self, True)
 
     @data.setter
     def data(self, source: torch.Tensor) -> None:
