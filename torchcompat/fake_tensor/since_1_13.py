@@ -92,21 +92,21 @@ class FakeTensor(torch.Tensor):
         result.__class__ = fake_class(cls)
         return result
 
+    def _exposed(self) -> torch.Tensor:
+        """Give this tensor its values now, and the memory to whoever asks for it."""
+        real: torch.Tensor = _recorder.expose(self).detach().requires_grad_(self.requires_grad)
+        return real
+
     def numpy(self, **options: Any) -> Any:
         """Give this tensor its values now and share them with an array."""
-        if self.requires_grad and torch.is_grad_enabled() and not options.get("force"):
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. "
-                "Use tensor.detach().numpy() instead."
-            )
-        return _recorder.expose(self).numpy(**options)
+        return self._exposed().numpy(**options)
 
     def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        array = _recorder.expose(self).numpy()
+        array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return _recorder.expose(self).__dlpack__(*args, **kwargs)
+        return self._exposed().__dlpack__(*args, **kwargs)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Share the memory of another tensor or storage."""
@@ -118,6 +118,12 @@ class FakeTensor(torch.Tensor):
     def tolist(self) -> Any:
         """Compute the values now and list them; the tensor stays deferred."""
         return _recorder.compute(self).tolist()
+
+    def __copy__(self) -> Any:
+        made = _recorder.alias(self)
+        made.__class__ = type(self)
+        vars(made).update({k: v for k, v in vars(self).items() if k != "_value"})
+        return made.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _recorder.deepcopy(self, memo)
@@ -152,7 +158,9 @@ class FakeTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec else repr(self)
+        if self.dim() or type(self) is not FakeTensor or self._value.storage is None:
+            return object.__format__(self, spec)
+        return format(self.item(), spec)
 
     # What C++ knows as the device of a tensor whose hardware is not there is ``meta``: its guards
     # for other devices fail, and in autograd they abort the process.
@@ -179,17 +187,23 @@ class FakeTensor(torch.Tensor):
     ) -> torch.Tensor:
         """Build a tensor from data, with this one's dtype and device unless others are given."""
         device = torch.device(options.pop("device", None) or self.device)
+        data = _recorder.real_data(data)
         made = torch.tensor(data, dtype=options.pop("dtype", self.dtype), **options)
         return made if device == made.device else made.to(device)
 
     def new(self, *args: Any, **options: Any) -> Any:
-        """Legacy constructor: sizes, a sequence or nothing, with this one's dtype and device."""
-        if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
-            if isinstance(args[0], torch.Tensor):
-                return args[0].view_as(args[0])
-            return self.new_tensor(args[0])
-        size = args[0] if args and isinstance(args[0], torch.Size) else args
-        return self.new_empty(size or (0,))
+        """Legacy constructor: sizes, a sequence, a storage or a tensor, of this dtype."""
+        data = args[0] if len(args) == 1 else 0
+        if isinstance(data, torch.Tensor):
+            if data.dtype != self.dtype:
+                raise TypeError(f"expected {self.dtype} (got {data.dtype})")
+            return data.view_as(data)
+        if torch.is_storage(data):
+            return self.new_empty(0).set_(data)
+        if not isinstance(data, (int, torch.Size)):
+            return self.new_tensor(data)
+        size = data if isinstance(data, torch.Size) else args
+        return self.new_empty(options.pop("size", size) or (0,), **options)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Convert dtype or device, as ``Tensor.to``."""
@@ -207,24 +221,25 @@ class FakeTensor(torch.Tensor):
         """Convert from hardware that is not there, of which C++ knows nothing."""
         dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
         dtype = dtypes[0] if dtypes else self.dtype
-        if device == self.device and dtype == self.dtype and not kwargs.get("copy"):
+        layout = kwargs.get("memory_format") or torch.preserve_format
+        laid = layout is torch.preserve_format or self.is_contiguous(memory_format=layout)
+        if device == self.device and dtype == self.dtype and laid and not kwargs.get("copy"):
             return self
-        made: torch.Tensor = torch.ops.aten._to_copy.default(self, dtype=dtype, device=device)
+        made: torch.Tensor = torch.ops.aten._to_copy.default(
+            self, dtype=dtype, device=device, memory_format=layout
+        )
         return made
 
-    def cpu(self, memory_format: Any = None) -> torch.Tensor:
+    def cpu(self, **options: Any) -> torch.Tensor:
         """Convert to the CPU."""
-        return self.to(torch.device("cpu"))
+        return self.to(torch.device("cpu"), **options)
 
     def cuda(  # type: ignore[override]  # what is not named here goes on to ``Tensor.to``
-        self, device: Any = None, **kwargs: Any
+        self, device: Any = None, *args: Any, **options: Any
     ) -> torch.Tensor:
         """Convert to a CUDA device, present or not."""
-        kwargs.pop("memory_format", None)
-        index = device if isinstance(device, int) else _index(torch.device(device or "cuda"))
-        if index is None and hardware("cuda"):
-            return super().cuda(**kwargs)
-        return self.to(torch.device("cuda", index or 0), **kwargs)
+        kind = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        return self.to(torch.device(kind), *args, **options)
 
 
 def _index(device: torch.device) -> int | None:
