@@ -1,11 +1,12 @@
-"""Which torch is running, and which rung of a ladder serves it.
+"""Which torch is running, and what a ladder offers it.
 
-A seam is a package that absorbs what torch changed from release to release. Its ``LADDER`` is a
-tuple of ``(release, module name)``, oldest first; the running torch is served by the highest rung
-that is not above it. Releases are compared as ``(major, minor)`` integers, so 2.10 is above 2.9, a
-development build counts as the release it leads to, and a local suffix such as ``+cpu`` counts for
-nothing. Gates are releases rather than ``hasattr``: they can be searched for, tested on every minor
-and deleted when the floor rises.
+A seam is a package that absorbs what torch changed from release to release. Its ``LADDER`` lists,
+oldest first, the releases that made a change necessary; each is a module, a rung, named after its
+release, that holds only what that release changed. A name means what the highest rung that defines
+it says, among the rungs not above the running torch. Releases are compared as ``(major, minor)``
+integers, so 2.10 is above 2.9, a development build counts as the release it leads to, and a local
+suffix such as ``+cpu`` counts for nothing. Gates are releases rather than ``hasattr``: they can be
+searched for, tested on every minor and deleted when the floor rises.
 
 This module imports torch only to ask for its version.
 """
@@ -13,15 +14,12 @@ This module imports torch only to ask for its version.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NamedTuple, Tuple
+from typing import Any, NamedTuple, Tuple
 
 from packaging.version import InvalidVersion, Version
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 Release = Tuple[int, int]
-Ladder = Tuple[Tuple[Release, str], ...]
+Ladder = Tuple[Release, ...]
 
 FLOOR: Release = (1, 13)
 NEWEST_TESTED: Release = (2, 15)
@@ -29,7 +27,7 @@ SEAMS = ("torchcompat.fake_tensor", "torchcompat.autograd_hooks")
 
 
 class Rung(NamedTuple):
-    """One seam's choice for the running torch, and why that rung exists."""
+    """A rung that serves the running torch, and why it exists."""
 
     seam: str
     module: str
@@ -62,25 +60,30 @@ def spell(release: Release) -> str:
     return f"{release[0]}.{release[1]}"
 
 
-def choose(ladder: Ladder, running: Release) -> str:
-    """Return the module name of the highest rung not above ``running``."""
-    fitting = [name for since, name in ladder if since <= running]
-    if not fitting:
-        lowest = spell(ladder[0][0])
-        raise ImportError(f"no rung serves torch {spell(running)}: the lowest is for {lowest}")
-    return fitting[-1]
+def rungs(ladder: Ladder, running: Release) -> list[str]:
+    """Return the module names of the rungs that serve ``running``, lowest first."""
+    return [f"since_{since[0]}_{since[1]}" for since in ladder if since <= running]
 
 
-def load(seam: str, ladder: Ladder) -> ModuleType:
-    """Import and return the rung of ``seam`` that serves the running torch."""
-    return importlib.import_module(f"{seam}.{choose(ladder, running())}")
+def load(seam: str, ladder: Ladder) -> dict[str, Any]:
+    """Return what a ladder offers the running torch, by name.
+
+    Tables are merged, so that a rung can add, change or (with None) take back single entries.
+    """
+    offered: dict[str, Any] = {}
+    for rung in rungs(ladder, running()):
+        for name, value in vars(importlib.import_module(f"{seam}.{rung}")).items():
+            if name[0] != "_":
+                table = isinstance(value, dict)
+                offered[name] = {**offered.get(name, {}), **value} if table else value
+    return offered
 
 
 def report() -> list[Rung]:
-    """Return, for each seam, the rung in use and the first line of its docstring."""
-    rungs = []
+    """Return the rungs in use, with the first line of each one's docstring."""
+    found = []
     for seam in SEAMS:
-        module = load(seam, importlib.import_module(seam).LADDER)
-        reason = (module.__doc__ or "").strip().partition("\n")[0]
-        rungs.append(Rung(seam, module.__name__.rpartition(".")[2], reason))
-    return rungs
+        for rung in rungs(importlib.import_module(seam).LADDER, running()):
+            doc = importlib.import_module(f"{seam}.{rung}").__doc__ or ""
+            found.append(Rung(seam, rung, doc.strip().partition("\n")[0]))
+    return found

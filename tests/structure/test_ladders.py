@@ -1,8 +1,10 @@
-"""Releases compare as numbers, and every ladder is what ``_gate`` and a reader take it to be."""
+"""Releases compare as numbers; each ladder offers, on every release, what its floor promises."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -10,11 +12,11 @@ import pytest
 import torch
 
 import torchcompat
-from torchcompat import _gate
+from torchcompat import _gate, autograd_hooks
 
 PACKAGE = Path(torchcompat.__file__).parent
 SEAMS = [seam.rpartition(".")[2] for seam in _gate.SEAMS]
-LADDER = (((1, 13), "since_1_13"), ((2, 4), "since_2_4"), ((2, 12), "since_2_12"))
+LADDER = ((1, 13), (2, 4), (2, 12))
 
 
 @pytest.mark.parametrize(
@@ -45,98 +47,120 @@ def test_running_is_the_installed_torch():
 
 
 @pytest.mark.parametrize(
-    ("running", "rung"),
-    [
-        ((1, 13), "since_1_13"),
-        ((2, 3), "since_1_13"),
-        ((2, 4), "since_2_4"),
-        ((2, 10), "since_2_4"),
-        ((2, 12), "since_2_12"),
-        ((9, 0), "since_2_12"),
-    ],
+    ("running", "count"),
+    [((1, 13), 1), ((2, 3), 1), ((2, 4), 2), ((2, 10), 2), ((2, 12), 3), ((9, 0), 3)],
 )
-def test_choose(running, rung):
-    assert _gate.choose(LADDER, running) == rung
+def test_rungs(running, count):
+    assert _gate.rungs(LADDER, running) == ["since_1_13", "since_2_4", "since_2_12"][:count]
 
 
-def test_choose_below_the_ladder():
-    with pytest.raises(ImportError, match=r"1\.12.*1\.13"):
-        _gate.choose(LADDER, (1, 12))
-
-
-def test_report_names_a_rung_and_a_reason_per_seam():
-    assert [rung.seam for rung in _gate.report()] == list(_gate.SEAMS)
+def test_report_names_a_reason_for_every_rung_in_use():
+    assert {rung.seam for rung in _gate.report()} == set(_gate.SEAMS)
     assert all(rung.module.startswith("since_") and rung.reason for rung in _gate.report())
+
+
+def test_the_highest_rung_that_defines_a_name_wins(tmp_path, monkeypatch):
+    (tmp_path / "seam").mkdir()
+    for release, text in {
+        (1, 13): "def f(): return 1\ndef g(): return 1\nTABLE = {1: f, 2: g}\n_private = 1",
+        (2, 4): "def f(): return 2\nTABLE = {2: None, 3: f}",
+        (2, 12): "raise AssertionError('a rung above the running torch is not imported')",
+    }.items():
+        (tmp_path / "seam" / f"since_{release[0]}_{release[1]}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_gate, "running", lambda: (2, 10))
+    offered = _gate.load("seam", LADDER)
+    assert set(offered) == {"f", "g", "TABLE"}
+    assert (offered["f"](), offered["g"]()) == (2, 1)
+    assert {key: value and value() for key, value in offered["TABLE"].items()} == {
+        1: 1,
+        2: None,
+        3: 2,
+    }
 
 
 def faults(seam: Path) -> list[str]:
     """Return what is wrong with the ladder in the folder ``seam``."""
     ladder = _ladder(seam / "__init__.py")
-    offered = set(re.findall(r"\b_?rung\.(\w+)", (seam / "__init__.py").read_text()))
     found = []
-    if [since for since, _ in ladder] != sorted({since for since, _ in ladder}):
+    if list(ladder) != sorted(set(ladder)):
         found.append("not in the order of releases")
-    if ladder[0][0] != _gate.FLOOR:
+    if ladder[0] != _gate.FLOOR:
         found.append("does not begin at the floor")
-    if {name for _, name in ladder} != {path.stem for path in seam.glob("since_*.py")}:
-        found.append("the ladder and the files differ")
-    if not offered:
+    names = _gate.rungs(ladder, (99, 0))
+    if set(names) != {path.stem for path in seam.glob("since_*.py")}:
+        return [*found, "the ladder and the files differ"]
+    floor = _offered(seam / f"{names[0]}.py")
+    if not floor:
         found.append("offers nothing")
-    signatures: dict[str, list[str]] = {}
-    for since, name in ladder:
-        if name != f"since_{since[0]}_{since[1]}":
-            found.append(f"{name} is not named after its release")
+    for name in names:
         path = seam / f"{name}.py"
-        if path.exists():
-            found += _faults_of_rung(path, offered, signatures, since > _gate.FLOOR)
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if not doc.partition("\n")[0].strip():
+            found.append(f"{name} gives no reason")
+        if name != names[0]:
+            found += _faults_of_change(path, doc, floor)
     return found
 
 
-def _ladder(path: Path) -> tuple[tuple[tuple[int, int], str], ...]:
+def _ladder(path: Path) -> tuple[tuple[int, int], ...]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "LADDER":
             return ast.literal_eval(node.value)
     raise AssertionError(f"no LADDER in {path}")
 
 
-def _faults_of_rung(path, offered, signatures, above_floor) -> list[str]:
-    tree = ast.parse(path.read_text())
-    doc = ast.get_docstring(tree) or ""
-    found = []
-    if not doc.partition("\n")[0].strip():
-        found.append(f"{path.stem} gives no reason")
-    if above_floor and not re.search(r"\w+#\d+", doc):
-        found.append(f"{path.stem} names no upstream change")
-    bound = set()
-    for node in tree.body:
-        bound |= set(_names(node))
-        if isinstance(node, ast.FunctionDef) and node.name in offered:
-            arguments = [argument.arg for argument in ast.walk(node.args) if _is_arg(argument)]
-            if signatures.setdefault(node.name, arguments) != arguments:
-                found.append(f"{path.stem}.{node.name} has another signature than below")
-    missing = offered - bound
-    return found + [f"{path.stem} lacks {name}" for name in sorted(missing)]
+def _faults_of_change(path: Path, doc: str, floor: dict[str, list[str]]) -> list[str]:
+    """Return what is wrong with a rung above the floor: it may only change what the floor offers.
+
+    Then every release is offered all of it, with the signatures of the floor.
+    """
+    found = [] if re.search(r"\w+#\d+", doc) else [f"{path.stem} names no upstream change"]
+    offered = _offered(path)
+    if not offered:
+        found.append(f"{path.stem} changes nothing")
+    for name, arguments in offered.items():
+        if name not in floor:
+            found.append(f"{path.stem}.{name} is not offered by the floor")
+        elif floor[name] != arguments:
+            found.append(f"{path.stem}.{name} has another signature than below")
+    return found
 
 
-def _is_arg(node: ast.AST) -> bool:
-    return isinstance(node, ast.arg)
-
-
-def _names(node: ast.stmt):
-    """Yield the names a top-level statement binds."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        yield node.name
-    elif isinstance(node, ast.ImportFrom):
-        yield from (alias.asname or alias.name for alias in node.names)
-    elif isinstance(node, ast.Assign):
-        yield from (leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name))
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
+def _offered(path: Path) -> dict[str, list[str]]:
+    """Return the public names that a rung defines, with the arguments of its functions."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = [a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)]
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = []
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update({target.id: [] for target in targets if isinstance(target, ast.Name)})
+    return {name: arguments for name, arguments in found.items() if name[0] != "_"}
 
 
 @pytest.mark.parametrize("seam", SEAMS)
 def test_ladder(seam):
     assert faults(PACKAGE / seam) == []
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_what_the_package_asks_of_a_seam_is_offered(seam):
+    module = importlib.import_module(f"torchcompat.{seam}")
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    asked = set(re.findall(rf"\b{seam}\.(\w+)", "\n".join(sources)))
+    asked = {name for name in asked if not name.startswith("since_")}
+    assert asked, "somebody uses the seam"
+    assert {name for name in asked if not hasattr(module, name)} == set()
+
+
+def test_every_patch_takes_the_original_and_the_recorder():
+    builders = [build for build in autograd_hooks.PATCHES.values() if build is not None]
+    assert len(builders) >= 4
+    for build in builders:
+        assert list(inspect.signature(build).parameters) == ["original", "recorder"]
 
 
 def test_every_ladder_is_a_seam():
@@ -145,9 +169,9 @@ def test_every_ladder_is_a_seam():
 
 
 GOOD = {
-    "__init__.py": 'LADDER: X = (((1, 13), "since_1_13"), ((2, 4), "since_2_4"))\nf = _rung.f\n',
-    "since_1_13.py": '"""The floor."""\ndef f(a, *, b): ...\n',
-    "since_2_4.py": '"""Changed by pytorch#1."""\ndef f(a, *, b): ...\n',
+    "__init__.py": "LADDER: X = ((1, 13), (2, 4))\n",
+    "since_1_13.py": '"""The floor."""\ndef f(a, *, b): ...\ndef g(): ...\nT: X = {}\n',
+    "since_2_4.py": '"""Changed by pytorch#1."""\ndef f(a, *, b): ...\nT = {1: 2}\n',
 }
 
 
@@ -157,16 +181,13 @@ GOOD = {
         ("since_2_4.py", '"""pytorch#1."""\ndef f(a, b, c): ...\n', "another signature"),
         ("since_2_4.py", '"""Changed."""\ndef f(a, *, b): ...\n', "no upstream change"),
         ("since_2_4.py", "def f(a, *, b): ...\n", "no reason"),
-        ("since_2_4.py", '"""pytorch#1."""\n', "lacks f"),
+        ("since_2_4.py", '"""pytorch#1."""\n', "changes nothing"),
+        ("since_2_4.py", '"""pytorch#1."""\ndef h(): ...\n', "not offered by the floor"),
         ("since_2_5.py", '"""pytorch#1."""\n', "files differ"),
-        (
-            "__init__.py",
-            'LADDER: X = (((2, 4), "since_2_4"),)\nf = _rung.f\n',
-            "begin at the floor",
-        ),
-        ("__init__.py", GOOD["__init__.py"].replace("(2, 4)", "(2, 3)"), "named after"),
-        ("__init__.py", GOOD["__init__.py"].replace("(1, 13)", "(2, 13)"), "order"),
-        ("__init__.py", GOOD["__init__.py"].replace("f = _rung.f", ""), "offers nothing"),
+        ("since_1_13.py", '"""The floor."""\n', "offers nothing"),
+        ("__init__.py", "LADDER: X = ((2, 4),)\n", "begin at the floor"),
+        ("__init__.py", "LADDER: X = ((1, 13), (2, 3))\n", "files differ"),
+        ("__init__.py", "LADDER: X = ((2, 4), (1, 13))\n", "order"),
     ],
 )
 def test_the_ladder_test_can_fail(tmp_path, name, text, fault):

@@ -10,60 +10,36 @@ The rungs also say how a fake object becomes a real one.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import operator
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from torchcompat import _gate
 
-__all__ = [
-    "LADDER",
-    "TorchDispatchMode",
-    "become",
-    "enter",
-    "free_mode_key",
-    "hand_over",
-    "leave",
-    "past_dispatch",
-    "quiet",
-]
+LADDER: _gate.Ladder = ((1, 13), (2, 0), (2, 3), (2, 4), (2, 12))
 
-LADDER: _gate.Ladder = (
-    ((1, 13), "since_1_13"),
-    ((2, 0), "since_2_0"),
-    ((2, 3), "since_2_3"),
-    ((2, 4), "since_2_4"),
-    ((2, 12), "since_2_12"),
-)
-
-if TYPE_CHECKING:  # every rung offers what the floor offers
-    from torchcompat.autograd_hooks import since_1_13 as _rung
+if TYPE_CHECKING:  # every rung changes what the floor offers
+    from torchcompat.autograd_hooks.since_1_13 import *  # noqa: F403
 else:
-    _rung = _gate.load(__name__, LADDER)
-
-become = _rung.become
-hand_over = _rung.hand_over
-free_mode_key = _rung.free_mode_key
+    globals().update(_gate.load(__name__, LADDER))
 
 _lock = threading.Lock()
 _users = 0
-_saved: list[tuple[Any, str, Any, bool]] = []
-
-
-def _set_type_attribute(owner: type, name: str, value: Any) -> None:
-    """Set an attribute of an extension type, whose ``setattr`` refuses."""
-    gc.get_referents(vars(owner))[0][name] = value
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    try:
-        setattr(owner, name, value)
-    except TypeError:  # a type of an extension module
-        _set_type_attribute(owner, name, value)
+_saved: list[tuple[Any, str, Any]] = []
+_INHERITED = object()
+_Excluding: Any = torch._C.ExcludeDispatchKeyGuard  # type: ignore[attr-defined]  # not in stubs
+_PYTHON_AND_AUTOCAST = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+        for key in ("Python", "PythonTLSSnapshot", "AutocastCPU", "AutocastCUDA")
+    ),
+)
 
 
 def enter(recorder: Any) -> None:
@@ -73,11 +49,11 @@ def enter(recorder: Any) -> None:
         _users += 1
         if _users > 1:
             return
-        for owner, name, replacement in _rung.patches(recorder):
-            own = name in vars(owner)
-            _saved.append((owner, name, vars(owner)[name] if own else None, own))
-            _set(owner, name, replacement)
-        _rung.switch(True)
+        for (owner, name), build in PATCHES.items():  # noqa: F405
+            if build is not None:
+                _saved.append((owner, name, vars(owner).get(name, _INHERITED)))
+                _set(owner, name, build(getattr(owner, name), recorder))
+        switch(True)  # noqa: F405
 
 
 def leave() -> None:
@@ -87,13 +63,21 @@ def leave() -> None:
         _users -= 1
         if _users:
             return
-        _rung.switch(False)
+        switch(False)  # noqa: F405
         while _saved:
-            owner, name, original, own = _saved.pop()
-            if own:
-                _set(owner, name, original)
-            else:
+            owner, name, original = _saved.pop()
+            if original is _INHERITED:
                 delattr(owner, name)
+            else:
+                _set(owner, name, original)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    try:
+        setattr(owner, name, value)
+    except TypeError:  # a type of an extension module, whose ``setattr`` refuses
+        gc.get_referents(vars(owner))[0][name] = value
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 class quiet:  # noqa: N801
@@ -105,14 +89,9 @@ class quiet:  # noqa: N801
         if self._inference:
             self._inference.__enter__()
         torch._C._set_grad_enabled(False)
-        self._guard: Any = torch._C._DisableTorchDispatch()
-        self._cast = [d for d in ("cpu", "cuda") if _rung.autocast(d)]
-        for device in self._cast:
-            _rung.autocast(device, False)
+        self._guard: Any = _Excluding(_PYTHON_AND_AUTOCAST)
 
     def __exit__(self, *exc: Any) -> None:
-        for device in self._cast:
-            _rung.autocast(device, True)
         del self._guard
         if self._inference:
             self._inference.__exit__(*exc)

@@ -3,6 +3,9 @@
 Until pytorch#92754 ``torch.Tensor(3, 4)`` fails under a mode that returns a subclass, so the
 constructor is served in Python. Until pytorch#122636 argument parsing calls
 ``torch.cuda._lazy_init`` for every CUDA device, present or not.
+
+``PATCHES`` says what is replaced while a mode is active: where, and what builds the stand-in from
+the original and the recorder.
 """
 
 from __future__ import annotations
@@ -20,32 +23,12 @@ def free_mode_key() -> Any:
     return None
 
 
-def patches(recorder: Any) -> list[tuple[Any, str, Any]]:
-    """List what is replaced while a mode is active: owner, name, replacement."""
-    return [
-        *common(recorder),
-        *starts(recorder),
-        (torch.Tensor, "__new__", legacy_new(recorder)),
-    ]
-
-
 def switch(active: bool) -> None:
     """Turn on what is no attribute of anything; nothing on this release."""
 
 
-def common(recorder: Any) -> list[tuple[Any, str, Any]]:
-    """List the patches that every release needs."""
-    return [
-        (torch.Tensor, "_make_subclass", staticmethod(make_subclass(recorder))),
-        (torch.Tensor, "data", data_property(recorder)),
-        (torch._C.Generator, "get_state", generator_state(recorder)),
-        (torch.backends.cudnn, "is_acceptable", acceptable_to_cudnn()),
-    ]
-
-
-def make_subclass(recorder: Any) -> Any:
-    """Build the stand-in for ``Tensor._make_subclass``, which refuses fakes."""
-    original = torch.Tensor._make_subclass
+def _make_subclass(original: Any, recorder: Any) -> Any:
+    """Let ``Tensor._make_subclass`` take a fake."""
 
     # torch._dynamo compares signatures if it is imported meanwhile, and accepts only this one.
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -55,91 +38,68 @@ def make_subclass(recorder: Any) -> Any:
         made.__class__ = fake_tensor.fake_class(args[0])
         return made.requires_grad_(args[2] if len(args) > 2 else kwargs.get("require_grad", False))
 
-    return make
+    return staticmethod(make)
 
 
-def data_property(recorder: Any) -> Any:
-    """Build a ``data`` property that lets a fake be assigned to a real tensor."""
-    original = torch.Tensor.data
+def _data(original: Any, recorder: Any) -> Any:
+    """Let a fake be assigned to the ``data`` of a real tensor."""
 
     def assign(self: torch.Tensor, source: torch.Tensor) -> None:
         if fake_tensor.is_fake(source) and not fake_tensor.is_fake(self):
             source = recorder.expose(source)
-        original.__set__(self, source)  # type: ignore[attr-defined]
+        original.__set__(self, source)
 
-    return property(original.__get__, assign)  # type: ignore[attr-defined]
+    return property(original.__get__, assign)
 
 
-def generator_state(recorder: Any) -> Any:
-    """Build ``Generator.get_state`` that gives the true state, not the recorder's placeholder."""
-    original = torch._C.Generator.get_state
+def _get_state(original: Any, recorder: Any) -> Any:
+    """Let a generator tell its true state, not the recorder's placeholder."""
     inside = vars(torch.random)
 
     def get_state(self: torch.Generator) -> torch.Tensor:
         # fork_rng only puts it back: for that the placeholder is as good, and cheaper.
-        caller = sys._getframe(1)
-        forking = caller.f_globals is inside and caller.f_back.f_globals is inside  # type: ignore[union-attr]
+        caller: Any = sys._getframe(1)
+        forking = caller.f_globals is inside and caller.f_back.f_globals is inside
         if not forking and recorder.recording():
             recorder.expose_generator(self)
-        return original(self)
+        state: torch.Tensor = original(self)
+        return state
 
     return get_state
 
 
-def acceptable_to_cudnn() -> Any:
-    """Build the stand-in for ``cudnn.is_acceptable``, which asks fakes for addresses."""
-    original: Any = torch.backends.cudnn.is_acceptable
-
-    def is_acceptable(tensor: torch.Tensor) -> bool:
-        return not fake_tensor.is_fake(tensor) and original(tensor)
-
-    return is_acceptable
+def _is_acceptable(original: Any, recorder: Any) -> Any:
+    """Keep cuDNN from asking fakes for addresses."""
+    return lambda tensor: not fake_tensor.is_fake(tensor) and original(tensor)
 
 
-def starts(recorder: Any) -> list[tuple[Any, str, Any]]:
-    """List the patches that keep devices from starting while arguments are parsed."""
-    modules = (torch.cuda, getattr(torch, "xpu", None))
-    return [(m, "_lazy_init", lazy_init(recorder, m)) for m in modules if hasattr(m, "_lazy_init")]
+def _lazy_init(original: Any, recorder: Any) -> Any:
+    """Keep a device from starting on threads that fake such devices."""
+    kind = original.__module__.rpartition(".")[2]
+    return lambda: None if recorder.fakes_hardware(kind) else original()
 
 
-def lazy_init(recorder: Any, module: Any) -> Any:
-    """Build the stand-in for a device's start: nothing, on threads that fake such devices."""
-    original, kind = module._lazy_init, module.__name__.rpartition(".")[2]
-
-    def start() -> None:
-        if not recorder.fakes_hardware(kind):
-            original()
-
-    return start
-
-
-def legacy_new(recorder: Any) -> Any:
-    """Build ``Tensor.__new__`` for the forms of the legacy constructor."""
+def _legacy_constructor(original: Any, recorder: Any) -> Any:
+    """Serve the forms of ``torch.Tensor(...)``."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is not torch.Tensor or not recorder.recording():
-            return torch._C._TensorBase.__new__(cls, *args, **kwargs)
+            return original(cls, *args, **kwargs)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            if args[0].dtype != torch.get_default_dtype():
-                raise TypeError(f"expected {torch.get_default_dtype()} (got {args[0].dtype})")
-            return args[0].detach()
-        if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
-            with recorder.paused():
-                made = torch._C._TensorBase.__new__(cls, *args, **kwargs)
-            return recorder.constant(made)
-        size = args[0] if args and isinstance(args[0], torch.Size) else args
-        return torch.empty(size or (0,))
+            return args[0].view_as(args[0])
+        return torch.empty(0).new(*args, **kwargs)
 
     return staticmethod(new)
 
 
-def autocast(device: str, enabled: bool | None = None) -> bool:
-    """Set whether autocast is on for a device type, if ``enabled`` says so; return what it was."""
-    name = "autocast_cpu_enabled" if device == "cpu" else "autocast_enabled"
-    was: bool = getattr(torch, f"is_{name}")()
-    if enabled is not None:
-        getattr(torch, f"set_{name}")(enabled)
-    return was
+PATCHES: dict[tuple[Any, str], Any] = {
+    (torch.Tensor, "_make_subclass"): _make_subclass,
+    (torch.Tensor, "data"): _data,
+    (torch._C.Generator, "get_state"): _get_state,
+    (torch.backends.cudnn, "is_acceptable"): _is_acceptable,
+    (torch.cuda, "_lazy_init"): _lazy_init,
+    (torch.Tensor, "__new__"): _legacy_constructor,
+}
 
 
 def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -149,9 +109,7 @@ def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 def hand_over(fake: torch.Tensor, real: torch.Tensor) -> None:
     """Give a real tensor the attributes and hooks set on the fake, so that handles stay valid."""
-    attributes = {k: v for k, v in vars(fake).items() if k != "_value"}
-    if attributes:
-        vars(real).update(attributes)
+    vars(real).update({k: v for k, v in vars(fake).items() if k != "_value"})
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(fake, name, None)
         if hooks:

@@ -13,36 +13,13 @@ import torch
 from torch.nn import init
 
 from torchcompat import fake_tensor
-from torchcompat.autograd_hooks.since_2_4 import (
-    autocast,
-    become,
-    free_mode_key,
-    hand_over,
-    switch,
-)
-from torchcompat.autograd_hooks.since_2_4 import patches as patches_below
-
-__all__ = [
-    "autocast",
-    "become",
-    "free_mode_key",
-    "hand_over",
-    "patches",
-    "switch",
-]
 
 # No normal deviate is farther out than sqrt(-2 log 2**-53) = 8.6 sigma.
 _UNREACHABLE = 9.0
 
 
-def patches(recorder: Any) -> list[tuple[Any, str, Any]]:
-    """List what is replaced while a mode is active: owner, name, replacement."""
-    return [*patches_below(recorder), (init, "_no_grad_trunc_normal_", trunc_normal(recorder))]
-
-
-def trunc_normal(recorder: Any) -> Any:
-    """Build the stand-in that records a truncated normal as one operator."""
-    original = init._no_grad_trunc_normal_
+def _trunc_normal(original: Any, recorder: Any) -> Any:
+    """Record a truncated normal as one operator."""
 
     def fill(
         tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None
@@ -57,3 +34,6 @@ def trunc_normal(recorder: Any) -> Any:
         return recorder.composite(original, tensor, (mean, std, a, b), generator, like)
 
     return fill
+
+
+PATCHES = {(init, "_no_grad_trunc_normal_"): _trunc_normal}

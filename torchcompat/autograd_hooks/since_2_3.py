@@ -1,28 +1,16 @@
 """Two tensors can swap what they stand for (pytorch#111747), so a fake can become real.
 
 What is swapped is C++'s part, with its link back to the Python object (pytorch#116955).
+Argument parsing starts XPU devices, too (pytorch#118846).
 """
 
 from __future__ import annotations
 
 import torch
 
-from torchcompat.autograd_hooks.since_2_0 import (
-    autocast,
-    free_mode_key,
-    hand_over,
-    patches,
-    switch,
-)
+from torchcompat.autograd_hooks.since_1_13 import _lazy_init
 
-__all__ = [
-    "autocast",
-    "become",
-    "free_mode_key",
-    "hand_over",
-    "patches",
-    "switch",
-]
+PATCHES = {(torch.xpu, "_lazy_init"): _lazy_init}
 
 
 def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
