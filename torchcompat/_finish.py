@@ -8,7 +8,8 @@ as a DTensor with its local shard, keeps its identity and gets its inner tensor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+import functools
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Tuple
 
 import torch
 
@@ -17,7 +18,40 @@ from torchcompat import _replay, autograd_hooks, fake_tensor
 if TYPE_CHECKING:
     from torchcompat._tape import Value
 
-_OWN = ("_parameters", "_buffers", "_modules")
+Slot = Tuple[Any, Callable[[Any], None]]  # what a place holds, and how to put something else there
+
+
+def _slots(holder: Any, put: Callable[[Any], None] | None = None, depth: int = 0) -> Iterator[Slot]:
+    """Yield the places of a container and of the plain containers in it, to a depth of 8.
+
+    A tuple is put together anew, in its own place.
+    """
+    parts = list(holder) if isinstance(holder, tuple) else holder
+
+    def replace(key: Any, new: Any) -> None:
+        parts[key] = new
+        if put is not None and parts is not holder:
+            put(getattr(type(holder), "_make", type(holder))(parts))
+
+    pairs = enumerate(holder) if isinstance(holder, (list, tuple)) else holder.items()
+    for key, item in list(pairs):
+        here = functools.partial(replace, key)
+        if depth < 9 and isinstance(item, (dict, list, tuple)):
+            yield from _slots(item, here, depth + 1)
+        else:
+            yield item, here
+
+
+def _places(module: torch.nn.Module) -> Iterator[Slot]:
+    """Yield the places of a module's own tensors and modules."""
+    yield from _slots(vars(module))
+    if isinstance(module, torch.jit.ScriptModule):  # keeps them in C++
+        for held in (module._parameters, module._buffers, module._modules):
+            yield from _slots(held)
+
+
+def _waiting(slots: Iterator[Slot]) -> list[Slot]:
+    return [slot for slot in slots if isinstance(slot[0], torch.Tensor) and waits(slot[0])]
 
 
 def waits(tensor: Any) -> bool:
@@ -42,12 +76,9 @@ def finish(
 ) -> list[Any]:
     """Materialise tensors together; return what stands for each."""
     with _replay.lock:
-        values = {}
-        for tensor in _unwrapped(tensors):
-            if waits(tensor):
-                values[id(tensor._value)] = tensor._value
+        values = {t._value: None for t in _unwrapped(tensors) if waits(t)}
         if values:
-            _replay.materialize(*values.values(), num_threads=num_threads, progress=progress)
+            _replay.materialize(*values, num_threads=num_threads, progress=progress)
         return [_finished(t) for t in tensors]
 
 
@@ -92,12 +123,7 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(real.is_inference()):
             real.requires_grad_(grad)
     autograd_hooks.hand_over(fake, real)
-    own = vars(real)
-    inner = [t for t in _held(list(own.values()), torch.Tensor) if waits(t)]
-    if inner:
-        new = {id(t): r for t, r in zip(inner, finish(inner))}
-        for name, attribute in own.items():
-            own[name] = _put(attribute, new.get, 0)
+    _fill(_waiting(_slots(vars(real))))
     if fake.is_leaf and fake.grad is not None:
         real.grad = finish([fake.grad])[0]
     return real
@@ -108,53 +134,40 @@ def _foreign(fake: Any) -> bool:
     return any(op.foreign for op in fake._value.storage.writers[-1:])
 
 
+def _fill(
+    slots: list[Slot], num_threads: int | None = 1, progress: _replay.Progress | None = None
+) -> None:
+    """Materialise what waits in some places together, and put it there."""
+    waiting = {id(tensor): tensor for tensor, _ in slots}
+    if not waiting:
+        return
+    with _replay.lock:
+        real = dict(zip(waiting, finish(list(waiting.values()), num_threads, progress)))
+        for tensor, put in slots:
+            if real[id(tensor)] is not tensor:
+                put(real[id(tensor)])
+
+
 def modules_of(module: torch.nn.Module, recurse: bool) -> list[torch.nn.Module]:
     """List a module and, children first, its submodules, those in plain containers included."""
-    seen: dict[int, torch.nn.Module] = {}
+    found: list[torch.nn.Module] = []
+    visited: set[int] = set()
 
     def visit(m: torch.nn.Module) -> None:
-        if id(m) in visiting:
-            return
-        visiting.add(id(m))
-        if recurse:
-            for child in m.children():
-                visit(child)
-            for held in _held(_attributes(m), torch.nn.Module):
+        visited.add(id(m))
+        for held, _ in _places(m) if recurse else ():
+            if isinstance(held, torch.nn.Module) and id(held) not in visited:
                 visit(held)
-        seen[id(m)] = m
+        found.append(m)
 
-    visiting: set[int] = set()
     visit(module)
-    return list(seen.values())
-
-
-def _attributes(module: torch.nn.Module) -> list[Any]:
-    return [a for name, a in vars(module).items() if name not in _OWN]
-
-
-def _held(items: Any, kind: type, depth: int = 0) -> Iterator[Any]:
-    """Yield what plain containers hold, to a depth of 8."""
-    for item in items:
-        if isinstance(item, kind):
-            yield item
-        elif depth < 8 and isinstance(item, (list, tuple)):
-            yield from _held(item, kind, depth + 1)
-        elif depth < 8 and isinstance(item, dict):
-            yield from _held(list(item.values()), kind, depth + 1)
+    return found
 
 
 def tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield every tensor of a module and its submodules."""
-    for m in modules_of(module, True):
-        yield from _own_tensors(m, False)
-
-
-def _own_tensors(module: torch.nn.Module, buffers_only: bool) -> Iterator[torch.Tensor]:
-    if not buffers_only:
-        yield from (t for t in module._parameters.values() if t is not None)
-    yield from (t for t in module._buffers.values() if t is not None)
-    if not buffers_only:
-        yield from _held(_attributes(module), torch.Tensor)
+    held = (slot[0] for m in modules_of(module, True) for slot in _places(m))
+    return (item for item in held if isinstance(item, torch.Tensor))
 
 
 def finish_modules(
@@ -164,41 +177,13 @@ def finish_modules(
     progress: _replay.Progress | None = None,
 ) -> None:
     """Materialise the own tensors of modules together and put them in place."""
-    fakes = _waiting(modules, buffers_only)
-    if not fakes:
-        return
-    with _replay.lock:
-        finished = finish(fakes, num_threads, progress)
-        moved = {id(f): r for f, r in zip(fakes, finished) if f is not r}
-        if moved:
-            for module in modules:
-                _exchange(module, moved, buffers_only)
-
-
-def _waiting(modules: list[torch.nn.Module], buffers_only: bool) -> list[Any]:
-    """List the own tensors of modules that wait to be materialised, each once."""
-    waiting: dict[int, Any] = {}
+    slots = []
     for module in modules:
-        for tensor in _own_tensors(module, buffers_only):
-            if waits(tensor):
-                _require_hardware(module, tensor)
-                waiting[id(tensor)] = tensor
-    return list(waiting.values())
-
-
-def _exchange(module: torch.nn.Module, moved: dict[int, Any], buffers_only: bool) -> None:
-    """Put new objects in the places of old ones, by whose ids ``moved`` finds them."""
-    places: list[dict[str, Any]] = [module._buffers]
-    if not buffers_only:
-        places.append(module._parameters)
-    for place in places:
-        for name, tensor in place.items():
-            if id(tensor) in moved:
-                place[name] = moved[id(tensor)]
-    if not buffers_only:
-        own = vars(module)
-        for name in [n for n in own if n not in _OWN]:
-            own[name] = _put(own[name], moved.get, 0)
+        mine = _waiting(_slots(module._buffers) if buffers_only else _places(module))
+        for tensor, _ in mine:
+            _require_hardware(module, tensor)
+        slots += mine
+    _fill(slots, num_threads, progress)
 
 
 def _require_hardware(module: torch.nn.Module, tensor: torch.Tensor) -> None:
@@ -209,21 +194,3 @@ def _require_hardware(module: torch.nn.Module, tensor: torch.Tensor) -> None:
         f"{type(module).__name__}.{(names or ['attribute'])[0]}, size {tuple(tensor.shape)}, is on "
         f"{tensor.device}, and there is no such device here: it can be looked at, not materialised"
     )
-
-
-def _put(item: Any, new: Callable[[int], Any], depth: int) -> Any:
-    """Replace tensors in place in lists and dictionaries; rebuild tuples that hold some."""
-    if isinstance(item, torch.Tensor):
-        found = new(id(item))
-        return item if found is None else found
-    if depth < 8 and isinstance(item, list):
-        item[:] = [_put(i, new, depth + 1) for i in item]
-    elif depth < 8 and isinstance(item, dict):
-        for key, held in item.items():
-            item[key] = _put(held, new, depth + 1)
-    elif depth < 8 and isinstance(item, tuple):
-        parts = [_put(i, new, depth + 1) for i in item]
-        if any(a is not b for a, b in zip(parts, item)):
-            make = getattr(type(item), "_make", type(item))
-            return make(parts)
-    return item
