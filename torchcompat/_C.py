@@ -6,91 +6,80 @@ switch.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any, Sequence
 
 import torch
 
-from torchcompat import _finish, _handles, _thread, fake_tensor
+from torchcompat import _finish, _handles, _thread
+from torchcompat.fake import is_fake as is_fake
+from torchcompat.fake import meta_like as meta_like
 
 
 class _Entered(threading.local):
+    """What this thread has entered and not left, innermost last."""
+
     def __init__(self) -> None:
-        self.deferred: list[contextlib.ExitStack] = []
-        self.fake: list[contextlib.ExitStack] = []
+        self.deferred_init: list[Any] = []
+        self.fake_mode: list[Any] = []
 
 
 _entered = _Entered()
 
 
-def _enter(stack: list[contextlib.ExitStack], context: Any) -> None:
-    entered = contextlib.ExitStack()
-    entered.enter_context(context)
-    stack.append(entered)
+def _enter(what: str, context: Any) -> None:
+    context.__enter__()
+    getattr(_entered, what).append(context)
 
 
-def _leave(stack: list[contextlib.ExitStack], what: str) -> None:
-    if not stack:
+def _leave(what: str) -> None:
+    contexts = getattr(_entered, what)
+    if not contexts:
         raise RuntimeError(f"leave_{what} was called more often than enter_{what}")
-    stack.pop().close()
+    contexts.pop().__exit__(None, None, None)
 
 
 def enter_deferred_init() -> None:
     """Begin to record on this thread."""
-    _enter(_entered.deferred, _thread.recording(_handles))
+    _enter("deferred_init", _thread.recording(_handles))
 
 
 def leave_deferred_init() -> None:
     """End what the last ``enter_deferred_init`` began."""
-    _leave(_entered.deferred, "deferred_init")
+    _leave("deferred_init")
 
 
 def enable_deferred_init(enabled: bool) -> None:
     """Begin to record on this thread, or stop; saying the same twice changes nothing."""
-    if enabled and not _entered.deferred:
-        enter_deferred_init()
-    elif not enabled and _entered.deferred:
-        leave_deferred_init()
+    if enabled != bool(_entered.deferred_init):
+        enter_deferred_init() if enabled else leave_deferred_init()
 
 
 def enter_fake_mode(fake_cuda: bool = False) -> None:
     """Begin to make fakes on this thread."""
-    _enter(_entered.fake, _thread.faking(_handles, fake_cuda))
+    _enter("fake_mode", _thread.faking(_handles, fake_cuda))
 
 
 def leave_fake_mode() -> None:
     """End what the last ``enter_fake_mode`` began."""
-    _leave(_entered.fake, "fake_mode")
-
-
-def is_fake(tensor: Any) -> bool:
-    """Tell whether ``tensor`` is a fake."""
-    return fake_tensor.is_fake(tensor)
+    _leave("fake_mode")
 
 
 def can_materialize(tensor: Any) -> bool:
     """Tell whether ``tensor`` is a fake that has a tape."""
-    return fake_tensor.is_fake(tensor) and _finish.waits(tensor)
+    return is_fake(tensor) and _finish.waits(tensor)
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the real tensor, as ``torchcompat.deferred_init.materialize_tensor``."""
-    from torchcompat import deferred_init
+    from torchcompat import deferred_init  # it imports this module
 
     return deferred_init.materialize_tensor(tensor)
 
 
-def meta_like(fake: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor, as ``torchcompat.fake.meta_like``."""
-    from torchcompat import fake as public
-
-    return public.meta_like(fake)
-
-
-def is_gen_by_random_op(tensor: torch.Tensor) -> bool:
+def is_gen_by_random_op(tensor: Any) -> bool:
     """Tell whether a random operator wrote a deferred tensor's memory."""
-    if not fake_tensor.is_fake(tensor) or not _finish.waits(tensor):
+    if not can_materialize(tensor):
         return False
     return any(op.position is not None for op in tensor._value.storage.writers)
 

@@ -26,11 +26,6 @@ alias = _record.alias
 set_strided = _calls.set_strided
 
 
-def constant(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a fake on the memory of a real tensor."""
-    return fake_tensor.wrap(_calls.constant(tensor))
-
-
 def real_data(data: Any) -> Any:
     """Compute the fakes in nested sequences of data that a tensor is to be made of."""
     if isinstance(data, (list, tuple)):
@@ -73,19 +68,19 @@ def assign(fake: Any, source: torch.Tensor) -> None:
 
 def compute(fake: Any) -> torch.Tensor:
     """Compute the values of a fake; it stays deferred."""
-    _require_tape(fake)
-    return _replay.compute(fake._value)
+    return _replay.compute(_recorded(fake))
 
 
 def expose(fake: Any) -> torch.Tensor:
     """Give a fake its memory, which somebody outside is going to see."""
-    _require_tape(fake)
-    return _replay.materialize(fake._value)
+    return _replay.materialize(_recorded(fake))
 
 
-def _require_tape(fake: Any) -> None:
-    if fake._value.storage is None:
+def _recorded(fake: Any) -> Value:
+    value: Value = fake._value
+    if value.storage is None:
         raise RuntimeError(f"{fake!r} was made by fake_mode: it has no values and never will")
+    return value
 
 
 def deepcopy(fake: Any, memo: dict[int, Any]) -> Any:

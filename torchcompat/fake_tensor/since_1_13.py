@@ -230,13 +230,11 @@ class FakeTensor(torch.Tensor):
         )
         return made
 
-    def cpu(self, **options: Any) -> torch.Tensor:
+    def cpu(self, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """Convert to the CPU."""
         return self.to(torch.device("cpu"), **options)
 
-    def cuda(  # type: ignore[override]  # what is not named here goes on to ``Tensor.to``
-        self, device: Any = None, *args: Any, **options: Any
-    ) -> torch.Tensor:
+    def cuda(self, device: Any = None, *args: Any, **options: Any) -> torch.Tensor:
         """Convert to a CUDA device, present or not."""
         kind = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
         return self.to(torch.device(kind), *args, **options)
