@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchcompat import _gate
 
-LADDER: _gate.Ladder = ((1, 13),)
+LADDER: _gate.Ladder = ((1, 13), (2, 4))
 
 if TYPE_CHECKING:  # every rung changes what the floor offers
     from torchcompat.fake_tensor.since_1_13 import *  # noqa: F403

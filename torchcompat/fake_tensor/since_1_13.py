@@ -7,7 +7,8 @@ not two. Where a fake must change what C++ cannot change in place, two tensors s
 which torch can do since pytorch#111747 and pytorch#116955 (torch 2.3).
 
 A fake that stands for an ``nn.Parameter`` or another subclass is an instance of a class made for it
-that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (layout conflict).
+that inherits from both. Limits: a subclass with ``__slots__`` cannot be faked (layout conflict);
+what asks C++ for an address past Python (``to_dlpack``) gets null on this rung.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from torchcompat import fake_tensor
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -43,6 +46,18 @@ def hardware(kind: str) -> bool:
         available = getattr(module, "is_available", None)
         _hardware[kind] = bool(available()) if available else kind == "xla" and module is not None
     return _hardware[kind]
+
+
+def _refusal(what: str) -> Any:
+    """Build a method for what needs memory, and must not look as if there were some."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"{self!r} {what}: it has no memory yet. Call materialize_tensor on it, or "
+            "materialize_module on its module, first."
+        )
+
+    return refuse
 
 
 class FakeTensor(torch.Tensor):
@@ -128,19 +143,9 @@ class FakeTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _recorder.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            f"{self!r} cannot be pickled or saved: it has no values yet. Call "
-            "materialize_module or materialize_tensor first."
-        )
-
-    def _no_memory(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{self!r} has no memory yet. Call materialize_tensor on it, or materialize_module on "
-            "its module, before its storage is asked for."
-        )
-
-    storage = untyped_storage = _typed_storage = _storage = data_ptr = share_memory_ = _no_memory
+    __reduce_ex__ = _refusal("cannot be pickled or saved")
+    storage = untyped_storage = _typed_storage = _storage = _refusal("has no storage to give")
+    data_ptr = share_memory_ = storage
 
     def is_shared(self) -> bool:
         """Tell whether the memory is shared between processes; there is none."""
@@ -304,6 +309,10 @@ def is_composite(func: Any) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
+def seal(fake: torch.Tensor) -> None:
+    """Have C++ refuse to tell the address of a fake; on this release it says null."""
+
+
 def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
     """Make the fake tensor of a recorded value."""
     g = value.geometry
@@ -312,6 +321,7 @@ def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
         cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=device
     )
     fake._value = value
+    fake_tensor.seal(fake)
     if g.conj:
         torch._C._set_conj(fake, True)
     if g.neg:
