@@ -177,3 +177,19 @@ def test_containers_keep_their_kind_and_other_content():
     assert torch.equal(shared, torch.ones(2))
     assert pair_list[0] is shared is box.deep[0][1][1][0]
     assert (kept["pair"][1], pair_list[1], kept["none"]) == ("text", 3, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that is not there")
+def test_layouts_and_indices_on_a_device_that_is_not_there():
+    def build():
+        image = torch.ones(1, 2, 2, 4)
+        last = image.cuda(memory_format=LAST)
+        assert (last.device.index, last.stride()) == (0, (16, 1, 8, 2))
+        assert last.cuda() is last.to("cuda", memory_format=LAST) is last
+        assert last.to("cuda:0", memory_format=torch.contiguous_format).stride() == image.stride()
+        assert last.to("cuda:0", torch.float16).stride() == last.stride()
+        assert (image.cuda(1).device.index, last.cuda(1, True).device.index) == (1, 1)
+        assert image.xpu().device.type == "xpu"
+        return last.cpu(memory_format=torch.contiguous_format)
+
+    assert_equal(torch.ones(1, 2, 2, 4), materialize(deferred_init(build)))

@@ -60,6 +60,16 @@ def _refusal(what: str) -> Any:
     return refuse
 
 
+def _mover(kind: str) -> Any:
+    """Build the method that converts to a kind of device, present or not."""
+
+    def move(self: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+        found = torch.device(kind, device) if isinstance(device, int) else device or kind
+        return self.to(torch.device(found), non_blocking=non_blocking, **options)
+
+    return move
+
+
 class FakeTensor(torch.Tensor):
     """A tensor without memory. Not part of the API: use ``is_fake`` to ask, not ``isinstance``."""
 
@@ -239,10 +249,7 @@ class FakeTensor(torch.Tensor):
         """Convert to the CPU."""
         return self.to(torch.device("cpu"), **options)
 
-    def cuda(self, device: Any = None, *args: Any, **options: Any) -> torch.Tensor:
-        """Convert to a CUDA device, present or not."""
-        kind = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
-        return self.to(torch.device(kind), *args, **options)
+    cuda, xpu = _mover("cuda"), _mover("xpu")
 
 
 def _index(device: torch.device) -> int | None:
