@@ -189,6 +189,7 @@ def test_layouts_and_indices_on_a_device_that_is_not_there():
         assert last.to("cuda:0", memory_format=torch.contiguous_format).stride() == image.stride()
         assert last.to("cuda:0", torch.float16).stride() == last.stride()
         assert (image.cuda(1).device.index, last.cuda(1, True).device.index) == (1, 1)
+        assert last.to("cuda:0", torch.float32, False, True) is not last
         assert image.xpu().device.type == "xpu"
         return last.cpu(memory_format=torch.contiguous_format)
 

@@ -60,6 +60,10 @@ def _refusal(what: str) -> Any:
     return refuse
 
 
+def _is_on(kind: str) -> Any:
+    return property(lambda self: self.device.type == kind)
+
+
 def _mover(kind: str) -> Any:
     """Build the method that converts to a kind of device, present or not."""
 
@@ -185,16 +189,12 @@ class FakeTensor(torch.Tensor):
         """The device that the tensor reports, there or not."""
         return self._value.geometry.device
 
-    is_cuda = property(lambda self: self.device.type == "cuda")
-    is_cpu = property(lambda self: self.device.type == "cpu")
     is_meta = property(lambda _: False)
-    is_xpu = property(lambda self: self.device.type == "xpu")
-    is_mps = property(lambda self: self.device.type == "mps")
-    is_xla = property(lambda self: self.device.type == "xla")
+    is_cpu, is_cuda, is_xpu, is_mps, is_xla = map(_is_on, ("cpu", "cuda", "xpu", "mps", "xla"))
 
     def get_device(self) -> int:
         """Return the index of the device, -1 on the CPU."""
-        index = _index(self.device)
+        index = self.device.index
         return -1 if index is None else index
 
     def new_tensor(  # type: ignore[override]  # torch takes keywords only; its stubs do not say so
@@ -230,15 +230,16 @@ class FakeTensor(torch.Tensor):
         target = kwargs.get("device") or (args and args[0])
         if not isinstance(target, (torch.device, str)) or hardware(self.device.type):
             return super().to(*args, **kwargs)
-        return self._moved(torch.device(target), *args, **kwargs)
+        return self._moved(*args, **kwargs)
 
-    def _moved(self, device: torch.device, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _moved(
+        self, device: Any, dtype: Any = None, _: Any = None, copy: bool = False, **options: Any
+    ) -> torch.Tensor:
         """Convert from hardware that is not there, of which C++ knows nothing."""
-        dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
-        dtype = dtypes[0] if dtypes else self.dtype
-        layout = kwargs.get("memory_format") or torch.preserve_format
+        device, dtype = torch.device(device), dtype or self.dtype
+        layout = options.get("memory_format") or torch.preserve_format
         laid = layout is torch.preserve_format or self.is_contiguous(memory_format=layout)
-        if device == self.device and dtype == self.dtype and laid and not kwargs.get("copy"):
+        if laid and not copy and (device, dtype) == (self.device, self.dtype):
             return self
         made: torch.Tensor = torch.ops.aten._to_copy.default(
             self, dtype=dtype, device=device, memory_format=layout
@@ -252,16 +253,11 @@ class FakeTensor(torch.Tensor):
     cuda, xpu = _mover("cuda"), _mover("xpu")
 
 
-def _index(device: torch.device) -> int | None:
-    """Return the index of a device; torch's stubs do not know that there may be none."""
-    return device.index
-
-
 def indexed(arg: Any) -> Any:
     """Give a device without an index the first one, where torch cannot ask for the current one."""
     if isinstance(arg, (str, torch.device)):
-        device = torch.device(arg)
-        if _index(device) is None and not hardware(device.type):
+        device: Any = torch.device(arg)
+        if device.index is None and not hardware(device.type):
             return torch.device(device.type, 0)
     return arg
 
@@ -312,8 +308,8 @@ def subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tens
 
 def is_composite(func: Any) -> bool:
     """Tell whether an overload is defined by others (seen only where autograd is off)."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return bool(has(func.name(), "CompositeImplicitAutograd"))
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 def seal(fake: torch.Tensor) -> None:
