@@ -51,9 +51,8 @@ def constraints(minor: str) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m torchcompat", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="command")
-    pins = commands.add_parser("constraints", help="print the pins tested for a torch minor")
-    pins.add_argument("minor", help="for example 2.1")
+    parser.add_argument("command", nargs="?", choices=["constraints"], help="print tested pins")
+    parser.add_argument("minor", nargs="?", help="the torch minor they are for, such as 2.1")
     chosen = parser.parse_args()
     try:
         print(constraints(chosen.minor) if chosen.command else describe())
