@@ -188,17 +188,23 @@ def _all_real_and_large(fakes: list[Any]) -> bool:
 def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator for real now: fakes among its arguments are computed first."""
     written = plan.written(args, kwargs)
-    _refuse_graph(plan, written, tensors(args, kwargs)[0])
+    fakes, reals = tensors(args, kwargs)
+    graph = torch.is_grad_enabled() and any(t.requires_grad for t in (*fakes, *reals))
+    if graph and fakes:
+        _refuse_graph(plan, written, fakes)
     back = {}
-    real_args: Any = []
 
     def real(item: Any) -> Any:
         if isinstance(item, (list, tuple)):
             return [real(i) for i in item] if any(map(torch.is_tensor, item)) else item
         if not isinstance(item, FakeTensor):
             return item
-        mine = plan.name == "set_" or any(item is t for t in written)
-        made = _replay.materialize(item._value) if mine else _replay.compute(item._value)
+        if graph and item.requires_grad and item.is_leaf:
+            made = _replay.leaf(item._value, fake_tensor.real_class(item))
+        elif plan.name == "set_" or any(item is t for t in written) or graph:
+            made = _replay.materialize(item._value)
+        else:
+            made = _replay.compute(item._value)
         back[id(made)] = item
         return made
 
@@ -211,7 +217,12 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
         Const.before_write(tensor)
     if plan.random:
         _expose(kwargs.get("generator"), written, kwargs.get("device"))
-    result = plan.func(*real_args, **real_kwargs)
+    if (graph and fakes) or any(t.is_inference() for t in reals):
+        # Autograd has seen the fakes, and of inference tensors nothing: it sees this call.
+        with autograd_hooks.above():
+            result = plan.func(*real_args, **real_kwargs)
+    else:
+        result = plan.func(*real_args, **real_kwargs)
     if isinstance(result, torch.Tensor):
         return back.get(id(result), result)
     return result
@@ -220,7 +231,7 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
 def _refuse_graph(plan: Plan, written: list[Any], fakes: list[Any]) -> None:
     """Refuse to let the graph of a real tensor lead to deferred ones."""
     real = any(not isinstance(t, FakeTensor) for t in written)
-    if real and torch.is_grad_enabled() and any(f.requires_grad for f in fakes):
+    if real and any(f.requires_grad for f in fakes):
         raise RuntimeError(
             f"{plan.name} writes a real tensor from a deferred one that requires grad: the graph "
             "would lead to the deferred tensor. Materialise it first, or use torch.no_grad()."
@@ -280,7 +291,7 @@ def _rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     g = _infer.geometry_of(handle, value.geometry.device)
     if value.storage is None:
         return fix(fake, Value(None, g))
-    if g.reach > value.storage.root.reach:
+    if g.nbytes > value.storage.root.nbytes:
         return fix(fake, _grown(value, g))
     return fix(fake, strided(value, g.size, g.stride, g.offset))
 

@@ -34,7 +34,7 @@ mm addmm bmm mv dot outer triu tril repeat flip roll index_select gather embeddi
 argsort diag diagonal_copy constant_pad_nd linalg_qr sign reciprocal sqrt rsqrt exp log sin cos
 fill_ add_ sub_ mul_ div_ pow_ clamp_ masked_fill masked_fill_ clone _to_copy index index_put_
 native_layer_norm native_batch_norm convolution max_pool2d_with_indices _adaptive_avg_pool2d
-avg_pool2d _weight_norm_interface upsample_nearest2d
+avg_pool2d _weight_norm_interface upsample_nearest2d empty_like
 """
 _BY_SHAPE = frozenset(_NAMES.split())
 
@@ -138,21 +138,30 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
         by_shape = plan.elementwise or plan.name in _BY_SHAPE or plan.name.startswith("_foreach_")
         if by_shape and _little(args):
             try:
-                return _call(plan.func, args, kwargs, _zeros_like, _CPU)
+                return call_on(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not
                 failed = error
         if failed is not None and all(_geometry(i).device == _CPU for i in tensors_in([*args])):
             raise failed
-        return _call(plan.func, args, kwargs, _shadow_of, _META)
+        return call_on(plan.func, args, kwargs, _shadow_of, _META)
 
 
-def _call(func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any, device: Any) -> Any:
-    args = [replace(a, stand_in) for a in args]
-    kwargs = {k: replace(a, stand_in) for k, a in kwargs.items()}
+def call_on(func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any, device: Any) -> Any:
+    """Call an operator with stand-ins; a tensor that is passed twice has one."""
+    made: dict[Any, torch.Tensor] = {}
+
+    def one(item: Any) -> torch.Tensor:
+        key = item if isinstance(item, Value) else id(item)
+        if key not in made:
+            made[key] = stand_in(item)
+        return made[key]
+
+    args = [replace(a, one) for a in args]
+    kwargs = {k: replace(a, one) for k, a in kwargs.items()}
     if kwargs.get("device") is not None:
         kwargs["device"] = device
     if "generator" in kwargs:
-        kwargs["generator"] = None
+        kwargs["generator"] = None if device == _META else torch.Generator()
     kwargs.pop("pin_memory", None)
     return func(*args, **kwargs)
 
@@ -200,7 +209,7 @@ def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     except TypeError:
         return None
     if dtype is None:
-        result = _call(plan.func, args, kwargs, _one_like, _CPU)
+        result = call_on(plan.func, args, kwargs, _one_like, _CPU)
         if not isinstance(result, torch.Tensor):
             return None
         dtype = _dtypes[key] = result.dtype

@@ -31,12 +31,10 @@ def _flat(results: Any) -> Any:
 
 def _require_within(g: Geometry, root: Geometry) -> None:
     """Refuse a view that reaches beyond its memory, as torch does."""
-    there = root.reach * fake_tensor.itemsize(root.dtype)
-    wanted = g.reach * fake_tensor.itemsize(g.dtype)
-    if g.numel and wanted > there:
+    if g.numel and g.nbytes > root.nbytes:
         raise RuntimeError(
             f"sizes {list(g.size)}, strides {list(g.stride)}, storage offset {g.offset} need a "
-            f"storage of {wanted} bytes, which is out of bounds for storage of size {there}"
+            f"storage of {g.nbytes} bytes, which is out of bounds for storage of size {root.nbytes}"
         )
 
 
@@ -97,28 +95,29 @@ class Outputs:
         def copied(item: Any) -> Any:
             return _replay.compute(item).clone() if isinstance(item, Value) else item.tensor.clone()
 
-        args = [replace(a, copied) for a in self.encoded]
-        named = {k: replace(a, copied) for k, a in self.named.items() if k != "generator"}
-        if self.plan.generator:
-            named["generator"] = torch.Generator()
+        named = {**self.named, "generator": None} if self.plan.generator else self.named
         with autograd_hooks.quiet():
-            return self.plan.func(*args, **named)
+            return _infer.call_on(self.plan.func, self.encoded, named, copied, self.device)
 
     def _discover(self) -> Any:
         """Learn the shapes by running the operator on computed values."""
         generator = self.kwargs.get("generator") or streams.default_generator(self.device)
         if self.op is None or generator is None:
-            return _calls.run(self.plan, self.args, self.kwargs)
+            return self._look()
         # Whether an operator from elsewhere draws is told by the generator alone.
         streams.expose(generator)
         before = streams.get_state(generator)
-        result = _calls.run(self.plan, self.args, self.kwargs)
+        result = self._look()
         after = streams.get_state(generator)
         if self.plan.random or not torch.equal(before, after):
             self.op.position = streams.Position(streams.Origin(before))
             self.op.after = streams.Position(streams.Origin(after))
             self.op.takes_generator = self.plan.generator
         return result
+
+    def _look(self) -> Any:
+        with torch.no_grad():
+            return _calls.run(self.plan, self.args, self.kwargs)
 
     def build(self, written: Any = ()) -> Any:
         """Return what the caller gets, and put the call on the tape."""

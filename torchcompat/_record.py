@@ -27,6 +27,7 @@ aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _DENSE = (None, torch.strided)
+_OPTIONS = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -104,8 +105,7 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
         return plan.func(*map(_infer.to_meta, args), **kwargs)
     geometry = _sized(plan, args, kwargs, device, like)
     if geometry is None:
-        encoded = [_calls.encode(a) for a in args]
-        result = _infer.infer(plan, encoded, dict(kwargs))
+        result = _infer.infer(*_shaping(plan, args, kwargs))
         if result.layout != torch.strided:
             raise NotImplementedError(f"{plan.name} of a {result.layout} tensor cannot be deferred")
         geometry = _infer.geometry_of(result, fake_tensor.indexed(device))
@@ -124,6 +124,14 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
         with torch.no_grad():
             _fill(plan_for(func), fake, (fake, *values), extra)
     return fake
+
+
+def _shaping(plan: Plan, args: Any, kwargs: dict[str, Any]) -> tuple[Plan, Any, dict[str, Any]]:
+    """Return a call that makes memory of the same shape and draws nothing."""
+    if plan.name.endswith("_like"):
+        kwargs = {k: v for k, v in kwargs.items() if k in _OPTIONS}
+        plan, args = plan_for(aten.empty_like.default), args[:1]
+    return plan, [_calls.encode(a) for a in args], dict(kwargs)
 
 
 def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torchcompat import autograd_hooks, fake_tensor
 from torchcompat._random import streams
 from torchcompat._schedule import Schedule, components, read_by, require_hardware, written_by
-from torchcompat._tape import Op, Storage, Value, now, replace, stamp
+from torchcompat._tape import Op, Storage, Value, itemsize, now, replace, stamp
 
 # One thread plans and gives out tensors at a time, so that two callers get one object.
 lock = threading.RLock()
@@ -146,7 +146,7 @@ class Run:
                     require_hardware(storage.root)
                 kwargs["device"] = torch.device("cpu")  # on its way to where it can be
         try:
-            with _as_recorded(op, self.schedule.graph and (extending or not op.graph)):
+            with _as_recorded(op, extending or (op.foreign and not op.graph)):
                 if op.position is not None:
                     result = self._draw(op, args, kwargs)
                 else:
@@ -161,9 +161,7 @@ class Run:
     def _take_leaves(self, op: Op) -> None:
         """Put the objects that are given out in place as leaves of the graph ``op`` extends."""
         for value, cls in op.leaves:
-            if value.real is None or not value.real.requires_grad:
-                value.real = fake_tensor.subclass(cls, self.handle(value), True)
-            self._hold(value, value.real)
+            self._hold(value, _as_leaf(value, cls, self.handle))
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -242,11 +240,24 @@ def compute(value: Value) -> torch.Tensor:
         return run.handle(value).detach()
 
 
+def _as_leaf(value: Value, cls: type, handle: Callable[[Value], torch.Tensor]) -> torch.Tensor:
+    """Return the object that a graph starts from, and that is given out for a leaf."""
+    if value.real is None or not value.real.requires_grad:
+        value.real = fake_tensor.subclass(cls, handle(value), True)
+    return value.real
+
+
+def leaf(value: Value, cls: type) -> torch.Tensor:
+    """Give a value its real tensor, as a leaf that a graph can start from."""
+    with lock, autograd_hooks.quiet(graphs=True):
+        return _as_leaf(value, cls, materialize)
+
+
 def materialize(
     *values: Value, num_threads: int | None = 1, progress: Progress | None = None
 ) -> torch.Tensor:
     """Give values their real tensors, for good; return the first one's."""
-    with lock, autograd_hooks.quiet():
+    with lock, autograd_hooks.quiet(graphs=True):
         wanted = [v for v in values if v.real is None]
         if wanted:
             schedule = Schedule(wanted)
@@ -316,7 +327,7 @@ def _reporter(schedule: Schedule, progress: Progress | None) -> Callable[[Storag
     """Count the bytes of finished targets and pass them on."""
     if progress is None:
         return None
-    sizes = {s: s.root.numel * fake_tensor.itemsize(s.root.dtype) for s in schedule.permanent}
+    sizes = {s: s.root.numel * itemsize(s.root.dtype) for s in schedule.permanent}
     total, done, counting = sum(sizes.values()), 0, threading.Lock()
 
     def report(storage: Storage) -> None:

@@ -11,6 +11,7 @@ Nothing here runs an operator. Recording appends, planning and replaying only re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any, Callable, ClassVar, Iterator, Sequence
@@ -101,6 +102,18 @@ class Geometry:
             return self.offset
         spans = ((s - 1) * t for s, t in zip(self.size, self.stride))
         return self.offset + sum(spans) + 1
+
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes from the storage's start to the end of what the handle can touch."""
+        return self.reach * itemsize(self.dtype)
+
+
+@functools.lru_cache(maxsize=None)
+def itemsize(dtype: torch.dtype) -> int:
+    """Return the bytes of one element."""
+    return torch.empty(0, dtype=dtype, device="cpu").element_size()
 
 
 class Value:

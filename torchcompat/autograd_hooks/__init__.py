@@ -9,12 +9,13 @@ The rungs also say how a fake object becomes a real one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
 import operator
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -81,9 +82,22 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 class quiet:  # noqa: N801
-    """Run operators on real tensors: without dispatch to Python, autocast, grad, inference mode."""
+    """Run operators on real tensors: without dispatch to Python, autocast, grad, inference mode.
+
+    ``graphs``: they may be differentiable, also where an operator is being dispatched.
+    """
+
+    def __init__(self, graphs: bool = False) -> None:
+        self._graphs = graphs
+        self._above: Any = None
 
     def __enter__(self) -> None:
+        if self._graphs:
+            self._above = torch.overrides.enable_reentrant_dispatch()
+            try:
+                self._above.__enter__()
+            except RuntimeError:  # nothing is being dispatched
+                self._above = None
         self._grad = torch.is_grad_enabled()
         self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
         if self._inference:
@@ -96,6 +110,17 @@ class quiet:  # noqa: N801
         if self._inference:
             self._inference.__exit__(*exc)
         torch._C._set_grad_enabled(self._grad)
+        if self._above:
+            self._above.__exit__(*exc)
+
+
+@contextlib.contextmanager
+def above() -> Iterator[None]:
+    """Run operators on real tensors as the program that calls the present operator would."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    with quiet(graphs=True), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        yield
 
 
 def past_dispatch() -> Any:

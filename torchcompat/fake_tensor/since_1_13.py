@@ -301,9 +301,10 @@ def is_fake(tensor: Any) -> TypeGuard[FakeTensor]:
 
 def subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """Return an instance of a tensor class on the memory of ``tensor``, outside any graph."""
-    if cls is torch.Tensor:
-        return tensor.detach().requires_grad_(requires_grad)
-    return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
+    with torch.inference_mode(tensor.is_inference()):
+        if cls is torch.Tensor:
+            return tensor.detach().requires_grad_(requires_grad)
+        return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
 
 
 def is_composite(func: Any) -> bool:
@@ -334,7 +335,7 @@ def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
 
 def refit(fake: FakeTensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
-    with torch.no_grad():
+    with torch.inference_mode(fake.is_inference()), torch.no_grad():
         like = wrap(value)
         if torch._has_compatible_shallow_copy_type(fake, like):
             _data.__set__(fake, like)
