@@ -117,16 +117,23 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     grad = fake.requires_grad
     if type(real) is not cls:
         real = fake_tensor.subclass(cls, real, grad)
-    elif fake.is_leaf and not real.is_leaf and not _foreign(fake):
+    elif not real.is_leaf and _is_leaf(fake) and not _foreign(fake):
         real = real.detach()
     if real.is_leaf and real.requires_grad != grad:
         with torch.inference_mode(real.is_inference()):
             real.requires_grad_(grad)
     autograd_hooks.hand_over(fake, real)
     _fill(_waiting(_slots(vars(real))))
-    if fake.is_leaf and fake.grad is not None:
+    if _is_leaf(fake) and fake.grad is not None:
         real.grad = finish([fake.grad])[0]
     return real
+
+
+def _is_leaf(fake: Any) -> bool:
+    try:
+        return bool(fake.is_leaf)
+    except RuntimeError:  # a view whose base left the graph: torch cannot say for tensor subclasses
+        return False
 
 
 def _foreign(fake: Any) -> bool:

@@ -302,8 +302,9 @@ def is_fake(tensor: Any) -> TypeGuard[FakeTensor]:
 def subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """Return an instance of a tensor class on the memory of ``tensor``, outside any graph."""
     with torch.inference_mode(tensor.is_inference()):
-        if cls is torch.Tensor:
-            return tensor.detach().requires_grad_(requires_grad)
+        if cls is torch.Tensor:  # a view that became a leaf still shares its base's history
+            made = tensor if tensor._is_view() and tensor.is_leaf else tensor.detach()
+            return made.requires_grad_(requires_grad)
         return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
 
 
