@@ -11,6 +11,7 @@ Limits: a write through ``resize_`` that grows a storage is not seen by older vi
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     elif plan.plain_empty and thread.devices and not thread.pure:
         return _factory(plan, args, kwargs)
     if plan.composite:
-        return func.decompose(*args, **kwargs)
+        with thread.modes[-1] if thread.modes else contextlib.nullcontext():
+            return fake_tensor.decompose(func, args, kwargs)
     fakes, reals = _calls.tensors(args, kwargs)
     if not fakes:
         return _without_fakes(plan, args, kwargs, reals)

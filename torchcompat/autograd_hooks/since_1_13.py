@@ -42,14 +42,23 @@ def _make_subclass(original: Any, recorder: Any) -> Any:
 
 
 def _data(original: Any, recorder: Any) -> Any:
-    """Let a fake be assigned to the ``data`` of a real tensor."""
+    """Let a fake be assigned to the ``data`` of a real tensor; read it past the mode.
+
+    A mode would give what is read a version counter, which inference tensors cannot have.
+    """
+
+    def read(self: torch.Tensor) -> torch.Tensor:
+        if self.is_inference():
+            with recorder.paused():
+                return original.__get__(self)  # type: ignore[no-any-return]
+        return original.__get__(self)  # type: ignore[no-any-return]
 
     def assign(self: torch.Tensor, source: torch.Tensor) -> None:
         if fake_tensor.is_fake(source) and not fake_tensor.is_fake(self):
             source = recorder.expose(source)
         original.__set__(self, source)
 
-    return property(original.__get__, assign)
+    return property(read, assign)
 
 
 def _get_state(original: Any, recorder: Any) -> Any:

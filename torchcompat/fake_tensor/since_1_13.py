@@ -314,6 +314,11 @@ def is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
+def decompose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a composite overload as torch defines it for eager tensors, in C++."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def seal(fake: torch.Tensor) -> None:
     """Have C++ refuse to tell the address of a fake; on this release it says null."""
 
