@@ -395,6 +395,10 @@ class Rules:
             return True
         return bool(target.requires_grad) and not _is_leaf(target)
 
+    def construct(self) -> None:
+        """Be told that the constructor begins: what was made before is real."""
+        self._deferred.clear()
+
     def run(self, line: str, space: dict[str, Any]) -> str:
         """Run a statement; give it with an end that deletes what are accidents from now on."""
         plain: list[torch.Tensor] = []

@@ -94,6 +94,7 @@ def write(rnd: Any, size: int = 16) -> Program:
         writer = grammar.Writer(rnd, grammar.names())
         before = writer.write([(grammar.FACTORIES, 1)], rnd.choice((0, 0, 0, 1, 2)))
         outer = set(writer.space)
+        writer.rules.construct()
         inside = writer.write(grammar.INSIDE, rnd.randrange(2, size + 1))
         mine = [k for k in writer.live(KEPT) if k not in outer]
         kept = [k for k in mine if rnd.randrange(4)] or mine[:1]
@@ -227,6 +228,7 @@ def repaired(program: Program) -> Program | None:
         for part in (program.before, program.inside, program.after):
             if len(parts) == 1:
                 outer = set(space)
+                rules.construct()
             if len(parts) == 2:
                 kept = tuple(name for name in program.kept if name in space)
                 space = {k: v for k, v in space.items() if k in outer or k in kept}
