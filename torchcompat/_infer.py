@@ -103,7 +103,7 @@ _accepted: set[Any] = set()
 
 def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise what torch raises for an in-place operator with these scalars on such a tensor."""
-    key = (plan.func, geometry.dtype, *args[1:], *kwargs.items())
+    key = (plan.func, geometry.dtype, len(geometry.size), *args[1:], *kwargs.items())
     overlapping = 0 not in geometry.size and any(
         t == 0 and s > 1 for t, s in zip(geometry.stride, geometry.size)
     )
@@ -136,7 +136,7 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 return found
         failed = None
         by_shape = plan.elementwise or plan.name in _BY_SHAPE or plan.name.startswith("_foreach_")
-        if by_shape and _little(args):
+        if by_shape and _little(plan, args):
             try:
                 return call_on(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not
@@ -176,13 +176,14 @@ def _zeros_like(item: Any) -> torch.Tensor:
     return flat.as_strided(g.size, g.stride, g.offset)
 
 
-def _little(args: Any) -> bool:
-    """Tell whether a call's arguments, and so its result, are small."""
+def _little(plan: Plan, args: Any) -> bool:
+    """Tell whether a call's arguments, and so its result, are small, and masks no part of it."""
     total: float = 1
+    indexing = plan.name.startswith("index")
     for arg in args:
         for item in tensors_in(arg):
             total = max(total, _geometry(item).reach)
-            if isinstance(item, Value) and item.geometry.dtype is torch.bool:
+            if indexing and _geometry(item).dtype in (torch.bool, torch.uint8):
                 return False
         for number in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(number, (int, float)) and number > 1:
