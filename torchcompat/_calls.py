@@ -304,7 +304,10 @@ def set_strided(fake: Any, source: Any, offset: int, size: Any, stride: Any = No
 
 
 def fix(fake: Any, value: Value) -> Any:
-    """Make ``fake`` stand for ``value`` from now on."""
+    """Make ``fake`` stand for ``value`` from now on; to graphs it stays the leaf that it is."""
+    old = fake._value
+    if old.former is not None or (old.storage is not None and old.storage.dependents):
+        value.former = old
     fake_tensor.refit(fake, value)
     return fake
 
@@ -320,7 +323,8 @@ def strided(base: Value, size: Any, stride: Any, offset: int) -> Value:
     op = new_op(aten.as_strided.default, (base, list(size), list(stride), offset), {}, "as_strided")
     g = base.geometry
     geometry = Geometry(tuple(size), tuple(stride), offset, g.dtype, g.device)
-    return Value(base.storage, geometry, base, op)
+    value = Value(base.storage, geometry, base, op)
+    return value if op.grad else Value(base.storage, geometry, value)
 
 
 def _grown(value: Value, g: Geometry) -> Value:

@@ -103,11 +103,14 @@ def _finished(tensor: Any) -> Any:
     assert value.real is not None
     if not value.finished:
         shared = value.real is value.storage.memory
-        value.real = _dressed(tensor, value.real)
+        made = _dressed(tensor, value.real)
         value.finished = True
-        value.real = autograd_hooks.become(tensor, value.real)
+        value.real = autograd_hooks.become(tensor, made)
         if shared:
             value.storage.memory = value.real
+        former = value.former
+        while former is not None and former.real is made:
+            former.real, former = value.real, former.former
     return value.real
 
 

@@ -354,8 +354,17 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
         if storage not in owners:
             schedule.given.add(storage)
         if value.real is None:
-            value.real = owners.get(storage, rest).handle(value)
+            value.real = _moved(value, owners.get(storage, rest).handle(value))
         storage.version = stamp(storage)
+
+
+def _moved(value: Value, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or the leaf of a graph whose ``.data`` it became."""
+    leaf = value.former and value.former.real
+    if leaf is None or not leaf.requires_grad or not leaf.is_leaf:
+        return tensor
+    leaf.data = tensor
+    return leaf
 
 
 def state_after(op: Op) -> torch.Tensor:

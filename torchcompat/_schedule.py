@@ -44,6 +44,8 @@ class Schedule:
         assert value.storage is not None
         if value not in self.targets:
             require_hardware(value.geometry)
+            if value.former is not None:
+                self._target(value.former)
             self.targets[value] = None
             self._graph_of(value)
             self._keep(value.storage)

@@ -125,6 +125,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "finished",
+        "former",
         "geometry",
         "index",
         "meta",
@@ -149,6 +150,7 @@ class Value:
         self.index = index  # which of that operator's outputs; without one, 1 for ``.data``
         self.meta: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
+        self.former: Value | None = None  # what its tensor, a leaf of a graph, was before ``.data =``
         self.finished = False  # whether ``real`` is the object that was given out
 
 
