@@ -241,5 +241,5 @@ def test_the_layout_of_the_state():
         torch.empty(1).uniform_(generator=seeded)
         fields = seeded.get_state().view(torch.int32)
         read = (drawn - 1) % 624 + 1
-        assert (int(fields[mt19937._LEFT]), int(fields[mt19937._NEXT])) == (625 - read, read)
+        assert (int(fields[mt19937.LEFT]), int(fields[mt19937._NEXT])) == (625 - read, read)
         assert not fields[mt19937._WORDS.start + 1 : mt19937._WORDS.stop : 2].any()

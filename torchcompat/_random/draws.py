@@ -4,12 +4,12 @@ An operator runs on scratch tensors with a private generator, whose state tells 
 Small sizes are measured one by one. For larger ones the count is taken to be affine in the number
 of elements within a residue class mod 16 (kernels work in blocks of 16), fitted at two sizes, and
 trusted only if larger runs, one beyond the size at which kernels share work among threads, leave
-the generator just where the law says.
+the generator in just the state that the law says.
 
-- `None` means unproven. What does not fit, raises, depends on contents (which the runs vary), may
-  overlap itself in memory or is not listed here gives `None`.
-- Normals drawn serially come in pairs, of which the generator keeps the second half for the next
-  taker. A `Spending` is stated without regard to that half; `spend` takes it into account.
+- `None` means unproven. What does not fit, raises, depends on contents or on how tensors that are
+  not contiguous lie in memory (the runs vary both), or is not listed here gives `None`. So do
+  factories: they are recorded as an allocation and an operator that fills it.
+- A `Spending` is stated without regard to half a pair of normals that the generator may keep.
 - Numbers matter by kind (sign, zero, below or above one, bits of an integer range), not by value.
 - That seeds and the number of threads do not matter is checked by tests/test_draws.py.
 - No visible generator is moved: an operator without a generator argument borrows the default one
@@ -18,134 +18,69 @@ the generator just where the law says.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from functools import lru_cache
-from typing import Any, NamedTuple, Tuple
+from typing import Any, Callable
 
 import torch
 
-from torchcompat._random.mt19937 import jump
+from torchcompat._random.mt19937 import CACHED, LEFT
+from torchcompat._random.streams import Spending, borrowed, get_state, spend
 
 _DRAWING = """
     normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ normal bernoulli
-    rand randn randint randperm rand_like randn_like randint_like native_dropout
+    native_dropout
 """
-# randperm takes wider numbers from a size on that is too large to be tried.
-_LARGEST = {"randperm": 1 << 24}
+_EXACT = 256  # every floating dtype has the integers up to here; beyond, each try may warn
 _SMALL = 32  # sizes below are measured one by one
-_PAIR = 4  # draws for two normals
-
-# Places in the state: int32 `left`, the first byte behind the words, the byte "a half is cached".
-_LEFT, _TAIL, _CACHED = 2, 5016, 5040
-
-_answers: dict[Any, Spending | None] = {}
-_laws: dict[Any, _Law | None] = {}
+_laws: dict[Any, Callable[[int], Spending] | None] = {}
 _lock = threading.RLock()
-
-
-class Spending(NamedTuple):
-    """What an operator takes: plain 32-bit `draws`, and `normals` taken serially, in pairs."""
-
-    draws: int
-    normals: int = 0
-
-
-# What is taken once, and what for each element.
-_Law = Tuple[Spending, Spending]
-
-
-def spend(spending: Spending, cached: bool) -> tuple[int, bool]:
-    """Return the 32-bit draws really made, and whether half a pair of normals is cached after it.
-
-    `cached` says whether one was cached before.
-    """
-    draws, normals = spending
-    if not normals:
-        return draws, cached
-    missing = normals - cached
-    return draws + _PAIR * ((missing + 1) // 2), missing % 2 == 1
 
 
 def predict(func: Any, args: Any, kwargs: Any) -> Spending | None:
     """Return what calling the overload `func` on CPU takes from its generator, None if unproven.
 
-    `args` and `kwargs` are those of the dispatcher. Tensors among them need only offer `shape`,
-    `stride()`, `dtype` and `numel()`; no value is read.
+    `args` and `kwargs` are those of the dispatcher. Tensors among them need only offer `dtype`,
+    `shape` and `stride()`; no value is read.
     """
-    key = None
-    if args and (not kwargs or (len(kwargs) == 1 and "generator" in kwargs)):
-        try:
-            tensor = args[0]
-            key = (func, tensor.dtype, tensor.shape, tensor.stride(), args[1:])
-            return _answers[key]
-        except (AttributeError, KeyError, TypeError):
-            pass
-    answer = _look_up(func, args, kwargs)
-    if key is not None and all(isinstance(value, (int, float)) for value in args[1:]):
-        if len(_answers) >= 1 << 14:
-            _answers.clear()
-        _answers[key] = answer
-    return answer
-
-
-def _look_up(func: Any, args: Any, kwargs: Any) -> Spending | None:
-    """Apply the law for this kind of call, found now if the call is the first of its kind."""
-    family = func.__name__.partition(".")[0]
-    if family not in _DRAWING.split():
+    seen = [(a.dtype, a.shape, a.stride()) if hasattr(a, "stride") else a for a in args]
+    try:
+        return None if kwargs.keys() - {"generator"} else _look_up(func, *seen)
+    except (TypeError, ValueError):  # a list of sizes: nothing that is listed here takes one
         return None
-    names = [argument.name for argument in func._schema.arguments]
-    call = {**dict(zip(names, args)), **kwargs}
-    call.update({name: call.get(name) for name in ("generator", "device") if name in names})
-    kinds, asked = zip(*(_describe(name, value) for name, value in call.items()))
-    sizes = set(asked) - {None}
-    if len(sizes) != 1 or not _is_tried(call):
+
+
+@lru_cache(maxsize=1 << 14)
+def _look_up(func: Any, *args: Any) -> Spending | None:
+    """Apply the law for this kind of call, found now if the call is the first of its kind."""
+    tensors = [value for value in args if isinstance(value, tuple)]
+    numbers = [value for value in args if isinstance(value, (int, float))]
+    sizes = {size.numel() for _, size, _ in tensors}
+    if func.__name__.partition(".")[0] not in _DRAWING.split() or len(sizes) != 1:
+        return None
+    wide = any(isinstance(number, int) and abs(number) > _EXACT for number in numbers)
+    if any(0 in stride or (wide and dtype.is_floating_point) for dtype, _, stride in tensors):
         return None
     (size,) = sizes
-    if size > _LARGEST.get(family, size):
-        return None
-    numbers = [value for value in call.values() if isinstance(value, (int, float))]
     spans = tuple(_kind(upper - lower) for lower, upper in zip(numbers, numbers[1:]))
     which = size if size < _SMALL else f"{size % 16} mod 16"
-    case = (func, torch.get_default_dtype(), tuple(call), kinds, spans, which)
+    case = (func, tuple(map(_kind, args)), spans, which)
     with _lock:
         if case not in _laws:
-            try:
-                _laws[case] = _find_law(_Trial(func, len(args), call), size)
-            except Exception:  # such arguments are refused, also where the operator really runs
-                _laws[case] = None
+            _laws[case] = None
+            with contextlib.suppress(Exception):  # refused, also where the operator really runs
+                _laws[case] = _find_law(func, args, size)
         law = _laws[case]
-    return law and _apply(law, size)
-
-
-def _apply(law: _Law, numel: int) -> Spending:
-    """What `numel` elements take."""
-    return Spending(*(once + numel * each for once, each in zip(*law)))
-
-
-def _is_tried(call: dict[str, Any]) -> bool:
-    """Whether a call stays on CPU, and a floating dtype can tell its integers apart.
-
-    Where it cannot, torch would warn at each try.
-    """
-    dtypes = [getattr(value, "dtype", value) for value in call.values()]
-    floating = [d for d in dtypes if isinstance(d, torch.dtype) and d.is_floating_point]
-    bound = min([2 / torch.finfo(dtype).eps for dtype in floating], default=math.inf)
-    exact = all(abs(value) <= bound for value in call.values() if isinstance(value, int))
-    return exact and torch.device(call.get("device") or "cpu").type == "cpu" and "out" not in call
-
-
-def _describe(name: str, value: Any) -> tuple[Any, int | None]:
-    """What of an argument may switch between algorithms, and how many elements it asks for."""
-    if hasattr(value, "stride"):
-        return (value.dtype, _layout(value)), value.numel()
-    if name == "size":
-        return None, torch.Size(value).numel()
-    return (None, value) if name == "n" else (_kind(value), None)
+    return law and law(size)
 
 
 def _kind(value: Any) -> Any:
-    """The kind of a number; other values as they are."""
+    """What of an argument may switch between algorithms."""
+    if isinstance(value, tuple):
+        dtype, size, stride = value
+        return dtype, torch.empty_strided(size, stride, device="meta").is_contiguous()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, int):
@@ -153,103 +88,63 @@ def _kind(value: Any) -> Any:
     return tuple((value > bound) - (value < bound) for bound in (-math.inf, 0, 1, math.inf))
 
 
-def _layout(tensor: Any) -> str:
-    """The class of memory layout: in order or permuted, dense or with gaps, or overlapping."""
-    pairs = zip(tensor.stride(), tensor.shape)
-    steps = [(step, size) for step, size in pairs if size != 1 and tensor.numel()]
-    extent, gaps = 1, ""
-    for step, size in sorted(steps):
-        if step < extent:
-            return "overlapping"
-        gaps = "gapped" if step > extent else gaps
-        extent += (size - 1) * step
-    return gaps + ("" if steps == sorted(steps, reverse=True) else "permuted")
+def _scratch(like: Any, numel: int, variant: int) -> torch.Tensor:
+    """A tensor of `numel` elements equal to `variant`; if not contiguous, permuted or with gaps."""
+    dtype, contiguous = _kind(like)
+    memory = torch.empty(2 * numel, dtype=dtype, device="cpu")
+    for piece in memory.chunk(1 + len(memory) // 20_000):  # too small to wake other threads
+        piece.fill_(variant)
+    if contiguous:
+        return memory[:numel]
+    rows = next((rows for rows in range(2, numel) if numel % rows == 0), numel)
+    return memory[::2] if variant or rows == numel else memory[:numel].view(rows, -1).t()
 
 
-def _scratch(like: Any, numel: int, content: float) -> torch.Tensor:
-    """A tensor of `numel` elements equal to `content`, in dtype and layout like `like`."""
-    layout = _layout(like)
-    if layout == "overlapping":
-        raise NotImplementedError
-    gap = 2 if "gapped" in layout else 1
-    memory = torch.empty(gap * numel, dtype=like.dtype, device="cpu")
-    for piece in memory.chunk(1 + len(memory) // 20000):  # too small to wake other threads
-        piece.fill_(content)
-    if "permuted" not in layout:
-        return memory[::gap]
-    rows = next(rows for rows in range(2, numel + 1) if numel % rows == 0)
-    return memory.view(rows, -1)[:, ::gap].t()
+def _run(func: Any, args: tuple[Any, ...], numel: int, variant: int) -> torch.Tensor:
+    """Call on `numel` elements with a generator in a starting state; return its state after it."""
+    generator = torch.Generator(device="cpu").set_state(_starts()[variant])
+    args = tuple(_scratch(a, numel, variant) if isinstance(a, tuple) else a for a in args)
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        func(*args, generator=generator)
+    else:
+        with borrowed(torch.device("cpu"), generator):
+            func(*args)
+    return get_state(generator)
 
 
-class _Trial(NamedTuple):
-    """A call to be tried: an overload and its arguments, of which so many by position."""
-
-    func: Any
-    positional: int
-    call: dict[str, Any]
-
-    def run(self, numel: int, content: float, state: torch.Tensor) -> torch.Tensor:
-        """Call on `numel` elements with a generator in `state`, and return its state after it."""
-        call = {**self.call, "size": [numel], "n": numel, "device": torch.device("cpu")}
-        call = {name: call[name] for name in self.call}
-        for name, value in call.items():
-            if hasattr(value, "stride"):
-                call[name] = _scratch(value, numel, content)
-        generator = torch.default_generator
-        if "generator" in call:
-            call["generator"] = generator = torch.Generator(device="cpu")
-        values = list(call.items())
-        before = generator.get_state()
-        try:
-            generator.set_state(state)
-            args = [value for _, value in values[: self.positional]]
-            self.func(*args, **dict(values[self.positional :]))
-            return generator.get_state()
-        finally:
-            generator.set_state(before)
-
-    def obeys(self, numel: int, taken: Spending) -> bool:
-        """Whether the generator moves as `taken` says, with and without a cached half."""
-        for content, start in zip((0.0, 1.0), _starts()):
-            after = self.run(numel, content, start)
-            draws, cached = spend(taken, bool(start[_CACHED]))
-            end = _TAIL if taken.normals else None  # the half is known only by drawing
-            if not torch.equal(after[:end], jump(start, draws)[:end]) or after[_CACHED] != cached:
-                return False
-        return True
-
-    def measure(self, numel: int) -> Spending | None:
-        """What `numel` elements take, few enough for the generator to stay in its block."""
-        start = _starts()[0]
-        after = self.run(numel, 0.5, start)
-        moved = int(start.view(torch.int32)[_LEFT] - after.view(torch.int32)[_LEFT])
-        for taken in (Spending(moved), Spending(0, 2 * moved // _PAIR - int(after[_CACHED]))):
-            if self.obeys(numel, taken):
-                return taken
-        return None
-
-
-def _find_law(trial: _Trial, size: int) -> _Law | None:
+def _find_law(func: Any, args: Any, size: int) -> Callable[[int], Spending] | None:
     """The law for this size alone if it is small, else for its class; None if there is none."""
+
+    def obeys(numel: int, taken: Spending) -> bool:
+        ends = (spend(start, taken) for start in _starts())
+        return all(torch.equal(_run(func, args, numel, v), end) for v, end in enumerate(ends))
+
+    def measure(numel: int) -> Spending | None:
+        """What so few elements take that the generator stays in its block."""
+        start, after = _starts()[0], _run(func, args, numel, 0)
+        moved = int(start.view(torch.int32)[LEFT] - after.view(torch.int32)[LEFT])
+        plain, serial = Spending(moved), Spending(0, moved // 2 - int(after[CACHED]))
+        return next((taken for taken in (plain, serial) if obeys(numel, taken)), None)
+
     if size < _SMALL:
-        exact = trial.measure(size)
-        return exact and (exact, Spending(0))
-    # Multiples of 3, so that the permuted layout exists for each size.
+        exact = measure(size)
+        return exact and (lambda _: exact)
+    # Multiples of 3, so that permuted tensors exist of each size.
     small, middle, large, huge = (48 * k + 33 * size % 48 for k in (1, 2, 40, 700))
-    first, second = trial.measure(small), trial.measure(middle)
+    first, second = measure(small), measure(middle)
     if first is None or second is None:
         return None
-    each = Spending(*((b - a) // (middle - small) for a, b in zip(first, second)))
-    law = Spending(*(a - small * b for a, b in zip(first, each))), each
-    proven = all(trial.obeys(numel, _apply(law, numel)) for numel in (middle, large, huge))
-    return law if proven else None
+    each = [(b - a) // (middle - small) for a, b in zip(first, second)]
+
+    def law(numel: int) -> Spending:
+        return Spending(*(a + (numel - small) * b for a, b in zip(first, each)))
+
+    return law if all(obeys(n, law(n)) for n in (middle, large, huge)) else None
 
 
 @lru_cache(maxsize=None)
 def _starts() -> tuple[torch.Tensor, torch.Tensor]:
     """Two states at the start of a block, the second with a cached half."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    torch.empty(1, device="cpu").uniform_(generator=generator)
-    fresh = generator.get_state()
-    torch.empty(1, device="cpu").normal_(generator=generator)
-    return fresh, generator.get_state()
+    seeded = torch.Generator(device="cpu").manual_seed(0).get_state()
+    fresh = spend(seeded, Spending(1))
+    return fresh, spend(fresh, Spending(0, normals=1))

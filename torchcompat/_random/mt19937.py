@@ -23,14 +23,16 @@ from itertools import zip_longest
 
 import torch
 
+# A state in bytes: where the words begin, the cached normals behind them, and whether one is there.
+BYTES, WORDS, NORMALS, CACHED = 5056, 24, 5016, 5040
+# Its int32 fields: what is left of the block and the next to read; of a word's two, one is zero.
+LEFT, _NEXT, _WORDS = 2, 4, slice(WORDS // 4, NORMALS // 4, 2)
+
 _BLOCK = 624
 _DEGREE = 19937
 # Up to this many draws, drawing is cheaper than a sum over near words and its polynomial.
 _NEAR = 1 << 20
 _SCRATCH = 1 << 15
-
-# Places of int32 fields in the state; a word takes two of them, the second being zero.
-_LEFT, _NEXT, _WORDS = 2, 4, slice(6, 6 + 2 * _BLOCK, 2)
 
 # The sum takes six coefficients (two octal digits) at a time, each six with a window of the stream
 # that holds the six blocks they stand for. Behind the stream lies a window of zeros.
@@ -51,22 +53,21 @@ def jump(state: torch.Tensor, draws: int) -> torch.Tensor:
     if draws < 0:
         raise ValueError(f"cannot jump back by {-draws} draws")
     if draws <= _NEAR:
-        return _advance(state, draws)
+        return _draw(state, draws) if draws else state.clone()
     result = state.clone()
     fields = result.view(torch.int32)
-    twists, read = divmod(_BLOCK - int(fields[_LEFT]) + draws, _BLOCK)
-    fields[_WORDS] = _untemper(_sum(_near_outputs(state), _plan(twists - 1)))
-    fields[_LEFT], fields[_NEXT] = _BLOCK - read, read + 1
+    twists, read = divmod(_BLOCK - int(fields[LEFT]) + draws, _BLOCK)
+    fields[LEFT], fields[_NEXT] = 1, _BLOCK
+    fields[_WORDS] = _untemper(_sum(_next_outputs(result), _plan(twists - 1)))
+    fields[LEFT], fields[_NEXT] = _BLOCK - read, read + 1
     return result
 
 
-def _advance(state: torch.Tensor, draws: int) -> torch.Tensor:
+def _draw(state: torch.Tensor, draws: int) -> torch.Tensor:
     """Jump by really drawing from a private generator."""
-    generator = torch.Generator(device="cpu")
-    generator.set_state(state)
-    for _ in range(draws // 2 // _SCRATCH):
-        _draw_pairs(generator, _SCRATCH)
-    _draw_pairs(generator, draws // 2 % _SCRATCH)
+    generator = torch.Generator(device="cpu").set_state(state)
+    for start in range(0, draws // 2, _SCRATCH):
+        _draw_pairs(generator, min(_SCRATCH, draws // 2 - start))
     torch.empty(draws % 2, dtype=torch.int32, device="cpu").random_(generator=generator)
     return generator.get_state()
 
@@ -77,13 +78,9 @@ def _draw_pairs(generator: torch.Generator, pairs: int) -> torch.Tensor:
     return numbers.random_(-(1 << 63), None, generator=generator)
 
 
-def _near_outputs(state: torch.Tensor) -> torch.Tensor:
-    """The outputs from the start of the next block on, as many as a sum needs, and zeros."""
-    start = state.clone()
-    fields = start.view(torch.int32)
-    fields[_LEFT], fields[_NEXT] = 1, _BLOCK
-    generator = torch.Generator(device="cpu")
-    generator.set_state(start)
+def _next_outputs(state: torch.Tensor) -> torch.Tensor:
+    """The outputs from a state on, as many as a sum needs, and zeros."""
+    generator = torch.Generator(device="cpu").set_state(state)
     halves = _draw_pairs(generator, _SPAN // 2).view(torch.int32).view(-1, 2)
     outputs = torch.zeros(_GROUP * _BLANK + _WINDOW, dtype=torch.int32, device="cpu")
     outputs[:_SPAN] = halves.flip(1).view(-1)
@@ -137,19 +134,17 @@ def _plan(twists: int) -> torch.Tensor:
 
 def _power(exponent: int) -> int:
     """t**exponent mod phi."""
-    squarings = max(exponent.bit_length() - 14, 0)
-    result = 1 << (exponent >> squarings)
-    for place in reversed(range(squarings)):
+    result = 1
+    for bit in format(exponent, "b"):
         # Read in base 4, the binary digits of a polynomial are those of its square.
-        square = int(format(result, "b"), 4)
-        result = _remainder(square << (exponent >> place & 1))
+        result = _remainder(int(format(result, "b"), 4) << int(bit))
     return result
 
 
 def _remainder(polynomial: int) -> int:
     """The remainder by phi of a polynomial of degree below 2 * 19937."""
     quotient = polynomial >> _DEGREE
-    for shifts in _reciprocal():
+    for shifts in _reciprocal() if quotient else ():
         summand = quotient
         for shift in shifts:
             quotient ^= summand >> shift
@@ -180,5 +175,4 @@ def _reciprocal() -> list[tuple[int, ...]]:
     exponents.
     """
     shifts = [match.start() for match in re.finditer("1", format(_times_phi(1), "b"))][1:]
-    powers = (tuple(shift << k for shift in shifts if shift << k < _DEGREE) for k in range(14))
-    return [power for power in powers if power]
+    return [tuple(s << k for s in shifts if s << k < _DEGREE) for k in range(14)]

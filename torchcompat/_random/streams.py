@@ -2,241 +2,231 @@
 
 Recording draws nothing. A position is an origin (a generator state that really was, or the state a
 certain operator leaves behind) and the number of 32-bit draws made since. After each recorded
-operator the visible generator is set to a placeholder that encodes its position, so whatever the
+operator the visible generator is set to a placeholder that stands for its position, so whatever the
 constructor does with generators (``manual_seed``, ``fork_rng``, saving and setting states) is seen
 at the next random operator: a placeholder names a position, anything else is a new origin. Before
 something really draws, and when the recording ends, the true state is put in.
 
 This module alone decides where an operator's numbers start. Rules:
-- What an operator draws is asked of ``draws.predict``. Where that has no answer, the operator is
-  the origin of what follows, and runs on scratch memory when somebody has to know that state.
-- A placeholder keeps the true seed, so ``initial_seed`` is right. What it encodes is forgotten when
-  no thread records any more.
-- When a recording ends with unproven operators on more than ``TORCHCOMPAT_EXIT_ELEMENTS`` elements,
-  running them is postponed: the visible generator gets a state derived from the position, and a
-  warning says so.
+- What an operator spends on the CPU is asked of ``draws.predict``. Where that has no answer, and on
+  other devices, it runs on scratch memory when somebody has to know the state it leaves. Where
+  states are a seed and an offset, as on CUDA, one that has run speaks for all of the same overload,
+  scalars, sizes and dtypes: they take the same offset.
+- A placeholder keeps the seed, so ``initial_seed`` is right, except where states have neither form.
+  A thread that draws from it without recording gets sound numbers. When no thread records any more,
+  what placeholders stand for is forgotten.
+- When a recording ends with operators to run on more than ``TORCHCOMPAT_EXIT_ELEMENTS`` elements,
+  that is postponed: the visible generator gets another seed, and a warning says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import threading
 import warnings
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator, NamedTuple
 
 import torch
 
-from torchcompat._random import draws, mt19937
-
-_MAGIC = (0x746F7263, 0x68636F6D)
-_CPU_BYTES = 5056
-_WORDS, _NORMALS = 24, 5016  # byte offsets in a CPU state: 624 words of 8 bytes, cached normals
-_NO_HALF, _ORIGIN_HALF = -1, -2
-_EXIT_ELEMENTS = int(os.environ.get("TORCHCOMPAT_EXIT_ELEMENTS", 1 << 24))
-
-
-def _unconnected(op: Any) -> torch.Tensor:
-    raise RuntimeError(f"nobody is here to run {op.describe()}")
-
-
-# Set by the replayer: run an operator on scratch memory and return the state it leaves.
-run_for_state: Callable[[Any], torch.Tensor] = _unconnected
+from torchcompat import fake_tensor
+from torchcompat._random.mt19937 import BYTES, CACHED, NORMALS, WORDS, jump
+from torchcompat._tape import replace
 
 # While a recording is active the method itself hides placeholders (see ``autograd_hooks``).
 get_state = torch.Generator.get_state
 
-_positions: dict[int, Position] = {}
-_lock = threading.Lock()
-_next_id = 0
+# Set by the replayer: runs an operator on scratch memory and returns the state it leaves.
+run_for_state: Any = None
+
+_EXIT_ELEMENTS = int(os.environ.get("TORCHCOMPAT_EXIT_ELEMENTS", 1 << 24))
+_SEED_AND_OFFSET = 16  # bytes of a state that is just that
+_MARK = 0x1B0A7C0D  # what placeholders have in common
+_numbers = itertools.count(_MARK << 32)
+_cpu_state = torch.Generator(device="cpu").manual_seed(_MARK).get_state()
+_cpu_fields = (ctypes.c_uint64 * 5).from_address(_cpu_state.data_ptr())
+_positions: dict[bytes, Position] = {}
+_offsets: dict[str, Spending] = {}
+forget = _positions.clear  # when nobody records any more
+_lock = threading.RLock()
+
+
+class Spending(NamedTuple):
+    """What an operator takes: plain 32-bit `draws`, and `normals` taken serially, in pairs."""
+
+    draws: int
+    normals: int = 0
+
+
+def spend(state: torch.Tensor, spending: Spending) -> torch.Tensor:
+    """Return the state that spending leads to, byte for byte; a draw counts as one of an offset."""
+    draws, normals = spending
+    if state.numel() == _SEED_AND_OFFSET:
+        moved = torch.tensor([0, draws], device="cpu")
+        return (state.view(torch.int64) + moved).view(torch.uint8)
+    state = jump(state, draws)
+    if normals >= 16:  # pass over all pairs but the last; fewer are drawn serially below
+        cached = int(state[CACHED])
+        pairs = (normals - cached - 1) // 2
+        state, normals = jump(state, 4 * pairs), normals - cached - 2 * pairs
+        state[NORMALS:] = 0
+    if normals:
+        generator = torch.Generator(device="cpu").set_state(state)
+        torch.empty(normals, dtype=torch.float32, device="cpu").normal_(generator=generator)
+        state = get_state(generator)
+    return state
 
 
 class Origin:
-    """A generator state that is known, or will be once an operator has run."""
+    """A generator state; until it is known, the position before it and the operator (or none)."""
 
-    __slots__ = ("_state", "op")
+    def __init__(self, source: Any) -> None:
+        self.source = source
 
-    def __init__(self, state: torch.Tensor | None, op: Any = None) -> None:
-        self._state = state
-        self.op = op
+    def unknown(self) -> list[tuple[Origin, Position, Any]]:
+        """List the origins that this one waits for, with their sources, the first one last."""
+        found: list[tuple[Origin, Position, Any]] = []
+        origin, source = self, self.source
+        while not isinstance(source, torch.Tensor):
+            found.append((origin, *source))
+            origin = source[0].origin
+            source = origin.source
+        return found
 
-    @property
-    def resolved(self) -> bool:
-        """Tell whether the state is known without running anything."""
-        return self._state is not None
+    def state(self) -> Any:
+        """Return the state, running the operators it waits for."""
+        for origin, position, op in reversed(self.unknown()):
+            spending = _offsets.get(_signature(op)) if op else Spending(0)
+            origin.learn(spend(position.state(), spending) if spending else run_for_state(op))
+        return self.source
 
-    def state(self) -> torch.Tensor:
-        """Return the state, running the operators it waits for, the first one first."""
-        waiting: list[Origin] = []
-        origin = self
-        while origin._state is None:
-            waiting.append(origin)
-            origin = origin.op.position.origin
-        while waiting:
-            origin = waiting.pop()
-            origin._state = run_for_state(origin.op)
-        assert self._state is not None
-        return self._state
-
-    def has_half(self) -> bool | None:
-        """Tell whether a normal deviate is cached in this state; None if it is not known yet."""
-        if self._state is None:
-            return None
-        return bool(self._state.numel() == _CPU_BYTES and self._state[_NORMALS + 24])
+    def learn(self, state: torch.Tensor) -> None:
+        """Take the state that was found; if it is a seed and an offset, note what was taken."""
+        source, self.source = self.source, state
+        if state.numel() == _SEED_AND_OFFSET and not isinstance(source, torch.Tensor):
+            start, end = (s.view(torch.int64)[1] for s in (source[0].state(), state))
+            _offsets[_signature(source[1])] = Spending(int(end - start))
 
 
-class Position:
-    """A place in a stream: ``draws`` numbers after ``origin``.
+def _signature(op: Any) -> str:
+    """Say all that the offset depends on which an operator takes."""
 
-    ``half`` says where the second half of a pair of normal deviates, if one is cached, was drawn:
-    at that many draws after the origin, or as it was at the origin, or nowhere.
-    """
+    def seen(tensor: Any) -> Any:
+        g = getattr(tensor, "geometry", None)
+        return (g.device, g.dtype, g.size, g.stride) if g else op.seq  # a real one is no other's
 
-    __slots__ = ("draws", "half", "origin")
+    if op.foreign or not hasattr(op.func, "_schema"):
+        return str(op.seq)  # it may do anything
+    given = replace([*op.args, *op.kwargs.values()], seen)
+    return repr((op.func, op.default_dtype, *op.kwargs, given))
 
-    def __init__(self, origin: Origin, draws: int = 0, half: int = _ORIGIN_HALF) -> None:
-        self.origin = origin
-        self.draws = draws
-        self.half = half
 
-    def after(self, spending: draws.Spending | None, op: Any) -> Position:
+class Position(NamedTuple):
+    """A place in a stream: ``draws`` numbers and then ``normals`` after ``origin``."""
+
+    origin: Origin
+    draws: int = 0
+    normals: int = 0
+
+    def after(self, spending: Spending | None, op: Any) -> Position:
         """Return the position that ``op`` leaves, given what it spends (None: not known)."""
         if spending is None:
-            return Position(Origin(None, op))
-        if not spending.normals:
-            return Position(self.origin, self.draws + spending.draws, self.half)
-        cached = self.origin.has_half() if self.half == _ORIGIN_HALF else self.half != _NO_HALF
-        if cached is None:
-            return Position(Origin(None, op))
-        taken, left = draws.spend(spending, cached)
-        end = self.draws + taken
-        half = _NO_HALF
-        if left:  # taken alone can be 0: then no pair was drawn and none is left
-            half = end - 4
-        return Position(self.origin, end, half)
+            return Position(Origin((self, op)))
+        if self.normals and spending.draws:
+            return Position(Origin((self, None)), *spending)
+        return Position(self.origin, self.draws + spending.draws, self.normals + spending.normals)
 
     def state(self) -> torch.Tensor:
         """Compute the generator state of this position."""
-        base = self.origin.state()
-        if base.numel() != _CPU_BYTES:
-            return base
-        state = mt19937.jump(base, self.draws)
-        if self.half == _ORIGIN_HALF:
-            return state
-        normals = torch.zeros(_CPU_BYTES - _NORMALS, dtype=torch.uint8, device="cpu")
-        if self.half != _NO_HALF:
-            normals = _draw_half(mt19937.jump(base, self.half))[_NORMALS:]
-        state[_NORMALS:] = normals
-        return state
-
-
-def _draw_half(state: torch.Tensor) -> torch.Tensor:
-    """Return the state after one serial normal deviate, whose pair's other half is now cached."""
-    state[_NORMALS:] = 0
-    generator = torch.Generator()
-    generator.set_state(state)
-    torch.empty(1, device="cpu").normal_(generator=generator)
-    return get_state(generator)
+        return spend(self.origin.state(), Spending(self.draws, self.normals))
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
     """Return the generator that operators on ``device`` use by default, if torch has one here."""
     if device.type == "cpu":
         return torch.default_generator
-    module = getattr(torch, device.type, None)
-    generators = getattr(module, "default_generators", ())
-    index = device.index or 0
-    return generators[index] if index < len(generators) else None
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "init") and fake_tensor.hardware(device.type):
+        module.init()  # which makes them
+    generators = getattr(module, "default_generators", ())[device.index or 0 :]
+    return generators[0] if generators else None
 
 
-def where(generator: torch.Generator) -> Position:
-    """Return the position of a visible generator."""
-    state = get_state(generator)
-    address = state.data_ptr()
-    if state.numel() == _CPU_BYTES:
-        first, second, number, _ = (ctypes.c_uint64 * 4).from_address(address + _WORDS)
-        if (first, second) == _MAGIC:
-            return _positions[number]
-    elif state.numel() == 16:
-        seed = ctypes.c_uint64.from_address(address).value
-        if seed >> 32 == _MAGIC[0]:
-            return _positions[seed & 0xFFFFFFFF]
-    return Position(Origin(state))
+def _key(state: torch.Tensor) -> bytes:
+    """Return what tells a placeholder's state from all others; of many words the first two do."""
+    start, length = (WORDS, 16) if state.numel() == BYTES else (0, state.numel())
+    return ctypes.string_at(state.data_ptr() + start, length)
 
 
-def place(generator: torch.Generator, position: Position) -> None:
-    """Set a visible generator to the placeholder of a position."""
-    global _next_id
-    with _lock:
-        _next_id += 1
-        number = _next_id & 0xFFFFFFFF
-        _positions[number] = position
-        seed = generator.initial_seed()
-        if generator.device.type == "cpu":
-            _cpu_seed.value = seed
-            _cpu_words[:] = [*_MAGIC, number, 0]
-            generator.set_state(_cpu_placeholder)
-        else:
-            state = torch.zeros(16, dtype=torch.uint8, device="cpu")
-            ctypes.c_uint64.from_address(state.data_ptr()).value = _MAGIC[0] << 32 | number
+def placed(generator: torch.Generator) -> Position | None:
+    """Return the position that a visible generator's placeholder stands for, if it has one."""
+    return _positions.get(_key(get_state(generator)))
+
+
+def _place(generator: torch.Generator, position: Position) -> None:
+    """Set a visible generator to a placeholder for a position."""
+    number, state = next(_numbers), _cpu_state
+    if generator.device.type == "cpu":
+        seed, read = generator.initial_seed(), 2 + 79 * number % 600  # where to read differs
+        _cpu_fields[:] = [seed, 1 << 32 | 625 - read, read, number & 0xFFFFFFFF, _MARK]
+        generator.set_state(state)
+    else:
+        state = get_state(generator)
+        if state.numel() == _SEED_AND_OFFSET:
+            state.view(torch.int64)[1] = number << 2
             generator.set_state(state)
-
-
-_cpu_placeholder = torch.zeros(_CPU_BYTES, dtype=torch.uint8, device="cpu")
-_cpu_seed = ctypes.c_uint64.from_address(_cpu_placeholder.data_ptr())
-_cpu_words = (ctypes.c_uint64 * 4).from_address(_cpu_placeholder.data_ptr() + _WORDS)
-(ctypes.c_int32 * 2).from_address(_cpu_placeholder.data_ptr() + 8)[:] = [1, 1]  # left, seeded
+        else:
+            state = get_state(generator.manual_seed(number))
+    _positions[_key(state)] = position
 
 
 def draw(op: Any, generator: torch.Generator, spending: Any, recording: bool) -> None:
     """Note where ``op`` starts drawing, and move the visible generator past it."""
-    op.position = here = where(generator)
-    op.after = after = here.after(spending, op)
-    if recording:
-        place(generator, after)
-    else:
-        generator.set_state(after.state())
+    with _lock:
+        op.position = here = placed(generator) or Position(Origin(get_state(generator)))
+        op.after = here.after(spending, op)
+        if recording:
+            _place(generator, op.after)
+    if not recording:
+        generator.set_state(op.after.state())
 
 
 def expose(generator: torch.Generator) -> None:
     """Give a visible generator its true state, because something is about to draw or read it."""
-    position = where(generator)
-    if position.draws or not position.origin.resolved or position.half != _ORIGIN_HALF:
-        generator.set_state(position.state())
-    elif position.origin._state is not None:
-        generator.set_state(position.origin._state)
+    position = placed(generator)
+    while position is not None:
+        state = position.state()
+        with _lock:
+            if placed(generator) is position:  # no other thread has recorded a draw meanwhile
+                generator.set_state(state)
+        position = placed(generator)
 
 
 def settle(generator: torch.Generator) -> None:
     """Give a visible generator its true state at the end of a recording, unless that is dear."""
-    position = where(generator)
-    pending, origin = [], position.origin
-    while not origin.resolved:
-        pending.append(origin.op)
-        origin = origin.op.position.origin
-    elements = sum(value.geometry.numel for op in pending for value in op.reads or op.writes)
-    if elements <= _EXIT_ELEMENTS:
+    position, state = placed(generator), get_state(generator)
+    unknown = position.origin.unknown() if position else []
+    ops = [op for _, _, op in unknown if op]
+    if state.numel() == _SEED_AND_OFFSET:
+        alike = {_signature(op): op for op in ops}
+        ops = [alike[signature] for signature in alike.keys() - _offsets.keys()]
+    sizes = [sum(v.geometry.numel for v in op.reads or op.writes) for op in ops]
+    if sum(sizes) <= _EXIT_ELEMENTS:
         return expose(generator)
-    dearest = max(pending, key=lambda op: sum(v.geometry.numel for v in op.reads or op.writes))
+    dearest = ops[sizes.index(max(sizes))]
     warnings.warn(
         f"How many random numbers {dearest.describe()} takes is known only by running it. The "
         f"generator is not moved to where eager construction would leave it, since that means "
-        f"running operators on {elements:,} elements; parameters are not affected. To have it "
-        f"moved, set TORCHCOMPAT_EXIT_ELEMENTS={elements} in the environment before importing "
+        f"running operators on {sum(sizes):,} elements; parameters are not affected. To have it "
+        f"moved, set TORCHCOMPAT_EXIT_ELEMENTS={sum(sizes)} in the environment before importing "
         "torchcompat.",
         stacklevel=2,
     )
-    derived = torch.Generator()
-    derived.set_state(origin.state())
-    derived.manual_seed((derived.initial_seed() + 0x9E3779B97F4A7C15 * len(pending)) % 2**63)
-    generator.set_state(get_state(derived))
+    generator.set_state(unknown[-1][1].state())
+    generator.manual_seed((generator.initial_seed() + 0x9E3779B97F4A7C15 * len(ops)) % 2**63)
     return None
-
-
-def forget() -> None:
-    """Drop what placeholders encode, when nobody records any more."""
-    _positions.clear()
 
 
 @contextlib.contextmanager
@@ -263,15 +253,17 @@ class Cursor:
     def seek(self, position: Position) -> torch.Generator:
         """Return the generator, standing at ``position``."""
         at, self._at = self._at, None
-        near = at is not None and at.origin is position.origin and at.half == position.half
-        if near and at is not None and at.draws <= position.draws:
-            if at.draws < position.draws:
-                gap = position.draws - at.draws
-                self.generator.set_state(mt19937.jump(get_state(self.generator), gap))
-        else:
+        near = at and at.origin is position.origin and not at.normals
+        if at and near and at.draws <= position.draws:
+            gap = Spending(position.draws - at.draws, position.normals)
+            if any(gap):
+                self.generator.set_state(spend(get_state(self.generator), gap))
+        elif at != position:
             self.generator.set_state(position.state())
         return self.generator
 
     def passed(self, after: Position) -> None:
         """Note that the generator has just made the numbers that lead to ``after``."""
         self._at = after
+        if not any(after[1:]):
+            after.origin.learn(get_state(self.generator))
