@@ -1,10 +1,10 @@
 """Deferred against eager construction on a real CUDA device: the same bits, in reversed order.
 
-Needs a CUDA device, and so checks nothing in CI: ``python benchmarks/gpu_streams.py``. Each model is
-built eagerly and deferred after the same seeds; its tensors are materialised from the last to the
-first and compared bit for bit, and so are the generators' states when construction is over. Columns
-say how many random operators ran on scratch memory to learn what they take, the first time and when
-the same model is built again. Ends with status 1 if anything differs.
+Needs a CUDA device; without one, as in CI, it checks nothing: ``python benchmarks/gpu_streams.py``.
+Each model is built eagerly and deferred after the same seeds; its tensors are materialised from the
+last to the first and compared bit for bit, and so are the generators' states when construction is
+over. Columns say how many random operators ran on scratch memory to learn what they take, the first
+time and when the same model is built again. Ends with status 1 if anything differs.
 """
 
 from __future__ import annotations
