@@ -104,19 +104,17 @@ _accepted: set[Any] = set()
 def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise what torch raises for an in-place operator with these scalars on such a tensor."""
     key = (plan.func, geometry.dtype, len(geometry.size), *args[1:], *kwargs.items())
-    overlapping = 0 not in geometry.size and any(
-        t == 0 and s > 1 for t, s in zip(geometry.stride, geometry.size)
-    )
+    size = [min(s, 2) for s in geometry.size]
+    apart = [1 if t == 0 else s for t, s in zip(geometry.stride, size)]
+    overlapping = 0 not in size and apart != size
     try:
         if key in _accepted and not overlapping:
             return
     except TypeError:
         return
     with autograd_hooks.quiet():
-        size = [min(s, 2) for s in geometry.size]
-        one = torch.ones(size, dtype=geometry.dtype, device=_CPU)
-        if overlapping:
-            one = torch.ones(1, dtype=geometry.dtype, device=_CPU).expand(2, *size[1:])
+        one = torch.ones(apart if overlapping else size, dtype=geometry.dtype, device=_CPU)
+        one = one.expand(size) if overlapping else one
         named = {**kwargs, "generator": torch.Generator()} if plan.generator else kwargs
         try:
             plan.func(one, *args[1:], **named)

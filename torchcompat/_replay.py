@@ -343,7 +343,7 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
     """Make what a schedule computed permanent."""
     for made, run in owners.items():
         root = run.root(made)
-        made.memory = root if root.requires_grad else root.detach()
+        made.memory = root
         made.known = None
         made.since = now()
     rest = Run(schedule)
@@ -354,16 +354,19 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
         if storage not in owners:
             schedule.given.add(storage)
         if value.real is None:
-            value.real = _moved(value, owners.get(storage, rest).handle(value))
+            value.real = owners.get(storage, rest).handle(value)
         storage.version = stamp(storage)
+    for value in schedule.targets:  # only now: handles of the old memory may start from a leaf
+        value.real = _moved(value)
 
 
-def _moved(value: Value, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or the leaf of a graph whose ``.data`` it became."""
+def _moved(value: Value) -> torch.Tensor:
+    """Return a value's tensor, or the leaf of a graph whose ``.data`` it became."""
+    assert value.real is not None
     leaf = value.former and value.former.real
     if leaf is None or not leaf.requires_grad or not leaf.is_leaf:
-        return tensor
-    leaf.data = tensor
+        return value.real
+    leaf.data = value.real
     return leaf
 
 

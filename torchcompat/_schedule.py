@@ -103,6 +103,9 @@ class Schedule:
             self._leaves(op)
             for result in results:
                 self._keep(result)
+            for storage in read_by(op):  # what it saves for backward may be written later
+                if len(storage.writers) > _writers_before(storage, op.seq):
+                    self._keep(storage)
         for value in (*op.reads, *op.writes):
             if value.parent is not None:
                 self._graph_of(value)

@@ -125,7 +125,7 @@ VIEWS = """
 {new} = {x}.data.view(-1)[1:]
 {new} = {x}.flatten()
 {new} = {x}.unfold(0, 2, 1)
-{new} = {x}.as_strided((2,), (1,), {i})
+{new} = {x}.as_strided((2,), (1,), {x}.storage_offset() + {i})
 {new} = {x}.view(torch.int32)
 {new} = {x}.real
 {new} = torch.view_as_real({x})
@@ -391,7 +391,7 @@ class Rules:
             return True
         if self.after and not any(target is t for t in self._deferred):
             return True
-        if found[2] == "set_(" and (target.requires_grad or source.requires_grad):
+        if found[2] == "set_(" and (target.requires_grad or source.requires_grad or target._is_view()):
             return True
         return bool(target.requires_grad) and not _is_leaf(target)
 
