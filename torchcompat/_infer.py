@@ -103,7 +103,8 @@ _accepted: set[Any] = set()
 
 def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise what torch raises for an in-place operator with these scalars on such a tensor."""
-    key = (plan.func, geometry.dtype, len(geometry.size), *args[1:], *kwargs.items())
+    kind = (geometry.dtype, len(geometry.size), 0 in geometry.size)
+    key = (plan.func, *kind, *args[1:], *kwargs.items())
     size = [min(s, 2) for s in geometry.size]
     apart = [1 if t == 0 else s for t, s in zip(geometry.stride, size)]
     overlapping = 0 not in size and apart != size

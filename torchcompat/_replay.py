@@ -103,11 +103,10 @@ class Run:
         if op is None:
             return base.data if value.index else base.detach()
         lasting = self.schedule.lasting(value)
-        assert value.parent is not None
-        if op.leaves and lasting:
-            self._take_leaves(op)
-            base = self._held.get(value.parent, base)
-        args, kwargs = self._arguments(op, {value.parent: base})
+        known: dict[Any, torch.Tensor] = {value.parent: base}
+        if lasting:
+            known.update(self._leaves(op))
+        args, kwargs = self._arguments(op, known)
         with torch.set_grad_enabled(op.grad and lasting):
             made: torch.Tensor = _flat(op.func(*args, **kwargs))[value.index]
         if _in_graph(made) and value.real is None:
@@ -137,9 +136,7 @@ class Run:
     def _execute(self, op: Op) -> None:
         """Run one operator and take its results."""
         extending = op.seq in self.schedule.extending
-        if extending:
-            self._take_leaves(op)
-        args, kwargs = self._arguments(op, {})
+        args, kwargs = self._arguments(op, self._leaves(op) if extending else {})
         for storage in op.made:
             if storage is not None and not fake_tensor.hardware(storage.root.device.type):
                 if op.name != "_to_copy":
@@ -158,10 +155,9 @@ class Run:
             if storage is not None:
                 self.roots[storage] = tensor
 
-    def _take_leaves(self, op: Op) -> None:
-        """Put the objects that are given out in place as leaves of the graph ``op`` extends."""
-        for value, cls in op.leaves:
-            self._hold(value, _as_leaf(value, cls, self.handle))
+    def _leaves(self, op: Op) -> dict[Any, torch.Tensor]:
+        """Return the objects that are given out, as leaves of the graph ``op`` extends."""
+        return {value: _as_leaf(value, cls, self.handle) for value, cls in op.leaves}
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -242,9 +238,24 @@ def compute(value: Value) -> torch.Tensor:
 
 def _as_leaf(value: Value, cls: type, handle: Callable[[Value], torch.Tensor]) -> torch.Tensor:
     """Return the object that a graph starts from, and that is given out for a leaf."""
-    if value.real is None or not value.real.requires_grad:
-        value.real = fake_tensor.subclass(cls, handle(value), True)
-    return value.real
+    tensor, leaf = handle(value), _leaf_of(value)
+    if leaf is None:
+        leaf = fake_tensor.subclass(cls, tensor, True)
+    else:
+        _move(leaf, tensor)
+    link: Value | None = value
+    while link is not None:
+        link.real, link = leaf, link.former
+    return leaf
+
+
+def _leaf_of(value: Value | None) -> torch.Tensor | None:
+    """Return the leaf that a graph knows a value's tensor as, if there is one."""
+    while value is not None:
+        if value.real is not None and value.real.requires_grad and value.real.is_leaf:
+            return value.real
+        value = value.former
+    return None
 
 
 def leaf(value: Value, cls: type) -> torch.Tensor:
@@ -357,17 +368,17 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
             value.real = owners.get(storage, rest).handle(value)
         storage.version = stamp(storage)
     for value in schedule.targets:  # only now: handles of the old memory may start from a leaf
-        value.real = _moved(value)
+        leaf = _leaf_of(value.former)
+        if leaf is not None:
+            assert value.storage is not None
+            _move(leaf, owners.get(value.storage, rest).handle(value))
+            value.real = leaf
 
 
-def _moved(value: Value) -> torch.Tensor:
-    """Return a value's tensor, or the leaf of a graph whose ``.data`` it became."""
-    assert value.real is not None
-    leaf = value.former and value.former.real
-    if leaf is None or not leaf.requires_grad or not leaf.is_leaf:
-        return value.real
-    leaf.data = value.real
-    return leaf
+def _move(leaf: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give a leaf the memory that its ``.data`` was, or became."""
+    if (leaf.data_ptr(), leaf.dtype) != (tensor.data_ptr(), tensor.dtype):
+        leaf.data = tensor
 
 
 def state_after(op: Op) -> torch.Tensor:
