@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 import sys
 import threading
@@ -10,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.equality import in_threads, materialize
+from tests.equality import in_threads, materialize, verify_values
+from torchcompat import fake_tensor
 from torchcompat._random import streams
 from torchcompat._random.streams import Cursor, Origin, Position, Spending, spend
 from torchcompat._tape import Const, Geometry, Op, Storage, Value
@@ -261,6 +265,110 @@ def test_states_and_seeds_inside(build):
     for eager, deferred in zip(*outcomes):
         same = torch.equal if isinstance(eager, torch.Tensor) else lambda a, b: a == b
         assert same(eager, deferred)
+
+
+def cloned(generator):
+    copy_ = generator.clone_state()
+    return [copy_, torch.default_generator.clone_state(), torch.rand(2, generator=generator)]
+
+
+def deep_copied(generator):
+    return [copy.deepcopy({"it": generator})["it"], torch.rand(2, generator=generator)]
+
+
+def pickled(generator):
+    return [pickle.loads(pickle.dumps(generator)), torch.rand(2, generator=generator)]
+
+
+def cloned_and_used(generator):
+    copy_ = generator.clone_state()
+    return [torch.rand(3, generator=copy_), torch.rand(3, generator=generator), copy_]
+
+
+@pytest.mark.since((2, 4), why="generators can be cloned and pickled")
+@pytest.mark.parametrize("build", [cloned, deep_copied, pickled, cloned_and_used])
+def test_copies_of_generators_inside(build):
+    def drawn(generator):
+        torch.rand(4, generator=generator)
+        torch.rand(3)
+        return build(generator)
+
+    outcomes = []
+    for call in (drawn, lambda generator: deferred_init(drawn, generator)):
+        torch.manual_seed(2)
+        generator = torch.Generator().manual_seed(9)
+        torch.randn(1, generator=generator)
+        made = call(generator)
+        copies = [m for m in made if isinstance(m, torch.Generator)]
+        assert copies
+        outcomes.append([c.get_state() for c in copies])
+        outcomes[-1] += [torch.randn(3, generator=g) for g in (*copies, generator)]
+        outcomes[-1] += [materialize(m) for m in made if isinstance(m, torch.Tensor)]
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_states_loaded_inside():
+    """What is loaded is deferred, and C++ would look for the bytes of a state in vain."""
+
+    def build(generator):
+        file = io.BytesIO()
+        torch.rand(3)
+        torch.save({"visible": torch.get_rng_state(), "own": generator.get_state()}, file)
+        torch.rand(3, generator=generator)
+        file.seek(0)
+        loaded = torch.load(file)
+        torch.set_rng_state(loaded["own"])
+        generator.set_state(loaded["visible"])
+        return [torch.randn(20), torch.rand(2, generator=generator), loaded["own"]]
+
+    outcomes = []
+    for call in (build, lambda generator: deferred_init(build, generator)):
+        torch.manual_seed(2)
+        made = call(torch.Generator().manual_seed(9))
+        outcomes.append([*(materialize(m) for m in reversed(made)), torch.get_rng_state()])
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_another_thread_sees_true_states():
+    seen = []
+
+    def build():
+        torch.randn(5)
+        in_threads([lambda: seen.append(torch.get_rng_state())])
+        return torch.rand(3)
+
+    torch.manual_seed(4)
+    eager, end = build(), torch.get_rng_state()
+    torch.manual_seed(4)
+    deferred = deferred_init(build)
+    assert torch.equal(torch.get_rng_state(), end)
+    assert torch.equal(*seen)
+    assert torch.equal(eager, materialize_tensor(deferred))
+
+
+@pytest.fixture
+def noisy():
+    library = torch.library.Library("torchcompat_streams", "DEF")
+    library.define("noisy(Tensor x) -> Tensor")
+    library.impl("noisy", lambda x: x + torch.rand(x.shape), "CPU")
+    yield torch.ops.torchcompat_streams.noisy
+    del library  # with it goes the operator
+
+
+def test_foreign_operators_on_real_tensors_draw_eager_numbers(noisy):
+    ones = torch.ones(5)
+
+    def build():
+        return [torch.rand(3), noisy(ones), torch.rand(3)]
+
+    verify_values(lambda: dict(zip("abc", build())))
+
+
+def test_a_device_that_shows_no_generator_is_refused(monkeypatch):
+    monkeypatch.setattr(fake_tensor, "hardware", lambda kind: True)
+    monkeypatch.setattr(streams, "default_generator", lambda device: None)
+    with pytest.raises(NotImplementedError, match=r"uniform_ .* draws on xpu:0, of which torch"):
+        deferred_init(torch.rand, 3, device=torch.device("xpu", 0))
 
 
 def test_a_fresh_seed_inside():

@@ -145,6 +145,11 @@ def note_draws(plan: Plan, op: Op, args: Any, kwargs: Any, device: torch.device)
     op.takes_generator = plan.generator or op.func is not plan.func
     if generator is None:
         generator = streams.default_generator(device)
+    if generator is None and fake_tensor.hardware(device.type):
+        raise NotImplementedError(
+            f"{op.describe()} draws on {device}, of which torch shows no generator, so that it can "
+            "not be deferred. Pass a generator, or build on the CPU and move the result."
+        )
     if generator is None:
         return
     spending = draws.predict(plan.func, args, kwargs) if device.type == "cpu" else None
@@ -215,8 +220,7 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             fake._value.storage.changes += 1
     for tensor in plan.written(real_args, real_kwargs):
         Const.before_write(tensor)
-    if plan.random:
-        _expose(kwargs.get("generator"), written, kwargs.get("device"))
+    _expose(plan, kwargs, [*written, *fakes, *reals])
     if (graph and fakes) or any(t.is_inference() for t in reals):
         # Autograd has seen the fakes, and of inference tensors nothing: it sees this call.
         with autograd_hooks.above():
@@ -238,13 +242,15 @@ def _refuse_graph(plan: Plan, written: list[Any], fakes: list[Any]) -> None:
         )
 
 
-def _expose(generator: Any, written: list[Any], device: Any) -> None:
-    """Give the generator that an operator is about to draw from its true state."""
-    if generator is None:
-        device = next((t.device for t in written), device or torch.device("cpu"))
+def _expose(plan: Plan, kwargs: dict[str, Any], tensors: list[Any]) -> None:
+    """Give the generators that an operator is about to draw from their true states."""
+    generator = kwargs.get("generator")
+    if plan.random and generator is None:
+        device = next((t.device for t in tensors), kwargs.get("device") or torch.device("cpu"))
         generator = streams.default_generator(device)
-    if generator is not None:
-        streams.expose(generator)
+    drawn = [generator] if plan.random and generator is not None else []
+    for each in thread.generators.values() if plan.foreign else drawn:  # which may take any
+        streams.expose(each)
 
 
 def answer(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:

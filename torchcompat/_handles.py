@@ -55,6 +55,12 @@ def expose_generator(generator: torch.Generator) -> None:
             streams.expose(generator)
 
 
+def true_state(generator: torch.Generator) -> torch.Tensor:
+    """Compute the state of a generator that may hold another thread's placeholder."""
+    position = streams.placed(generator)
+    return position.state() if position else streams.get_state(generator)
+
+
 def assign(fake: Any, source: torch.Tensor) -> None:
     """Serve ``fake.data = source``: the fake stands for the source's memory from now on."""
     if fake_tensor.is_fake(source):

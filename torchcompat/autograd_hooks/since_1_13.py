@@ -69,12 +69,23 @@ def _get_state(original: Any, recorder: Any) -> Any:
         # fork_rng only puts it back: for that the placeholder is as good, and cheaper.
         caller: Any = sys._getframe(1)
         forking = caller.f_globals is inside and caller.f_back.f_globals is inside
-        if not forking and recorder.recording():
+        if not recorder.recording():
+            return recorder.true_state(self)  # type: ignore[no-any-return]
+        if not forking:
             recorder.expose_generator(self)
         state: torch.Tensor = original(self)
         return state
 
     return get_state
+
+
+def _set_state(original: Any, recorder: Any) -> Any:
+    """Let a generator be set to a deferred state, as ``torch.load`` inside gives one."""
+
+    def set_state(self: torch.Generator, state: torch.Tensor) -> Any:
+        return original(self, recorder.real_data(state))
+
+    return set_state
 
 
 def _is_acceptable(original: Any, recorder: Any) -> Any:
@@ -105,6 +116,7 @@ PATCHES: dict[tuple[Any, str], Any] = {
     (torch.Tensor, "_make_subclass"): _make_subclass,
     (torch.Tensor, "data"): _data,
     (torch._C.Generator, "get_state"): _get_state,
+    (torch._C.Generator, "set_state"): _set_state,
     (torch.backends.cudnn, "is_acceptable"): _is_acceptable,
     (torch.cuda, "_lazy_init"): _lazy_init,
     (torch.Tensor, "__new__"): _legacy_constructor,

@@ -1,7 +1,7 @@
 """A mode with the FAKE key keeps devices from starting (pytorch#122636): no patches of their start.
 
 ``torch.tensor`` on a device still needs the device, unless it is told to build on the CPU first
-(pytorch#124413).
+(pytorch#124413). Generators can be pickled (pytorch#126271) and cloned (pytorch#114068).
 """
 
 from __future__ import annotations
@@ -12,7 +12,33 @@ import torch
 
 from torchcompat import fake_tensor
 
-PATCHES = {(torch.cuda, "_lazy_init"): None, (torch.xpu, "_lazy_init"): None}
+
+def _in_true_state(original: Any, recorder: Any) -> Any:
+    """Let a generator be copied or pickled in its true state, not with a placeholder."""
+
+    def copy(self: torch.Generator, *args: Any) -> Any:
+        recorder.expose_generator(self)
+        return original(self, *args)
+
+    return copy
+
+
+def _setstate(original: Any, recorder: Any) -> Any:
+    """Let a generator be unpickled where tensors are deferred."""
+
+    def setstate(self: torch.Generator, state: Any) -> None:
+        original(self, tuple(recorder.real_data(state)))
+
+    return setstate
+
+
+PATCHES = {
+    (torch.cuda, "_lazy_init"): None,
+    (torch.xpu, "_lazy_init"): None,
+    (torch._C.Generator, "clone_state"): _in_true_state,
+    (torch._C.Generator, "__reduce__"): _in_true_state,
+    (torch._C.Generator, "__setstate__"): _setstate,
+}
 _lifts: list[bool] = []
 
 
