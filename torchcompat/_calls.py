@@ -174,7 +174,7 @@ def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
     if not plan.tensors_only:
         return answer(plan, args, kwargs, fakes)
     if plan.views_metadata:
-        return _rebind(plan, args, kwargs)
+        return rebind(plan, args, kwargs)
     if all(r is None for r in plan.returns) and _all_real_and_large(fakes):
         return run(plan, args, kwargs)
     op = new_op(plan.func, (), {}, plan.name)
@@ -194,24 +194,18 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator for real now: fakes among its arguments are computed first."""
     written = plan.written(args, kwargs)
     fakes, reals = tensors(args, kwargs)
-    graph = torch.is_grad_enabled() and any(t.requires_grad for t in (*fakes, *reals))
-    if graph and fakes:
+    inputs = (*fakes, *reals) if written and fakes and torch.is_grad_enabled() else ()
+    graph = any(t.requires_grad for t in inputs)
+    if graph:
         _refuse_graph(plan, written, fakes)
-    back = {}
+    lasting = fakes if graph or plan.name == "set_" else written
+    made = {id(f): _real(f, graph, any(f is t for t in lasting)) for f in fakes}
+    back = {id(made[id(f)]): f for f in fakes}
 
     def real(item: Any) -> Any:
         if isinstance(item, (list, tuple)):
             return [real(i) for i in item] if any(map(torch.is_tensor, item)) else item
-        if not isinstance(item, FakeTensor):
-            return item
-        if graph and item.requires_grad and item.is_leaf:
-            made = _replay.leaf(item._value, fake_tensor.real_class(item))
-        elif plan.name == "set_" or any(item is t for t in written) or graph:
-            made = _replay.materialize(item._value)
-        else:
-            made = _replay.compute(item._value)
-        back[id(made)] = item
-        return made
+        return made.get(id(item), item)
 
     real_args = [real(a) for a in args]
     real_kwargs = {k: real(a) for k, a in kwargs.items()}
@@ -221,7 +215,7 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     for tensor in plan.written(real_args, real_kwargs):
         Const.before_write(tensor)
     _expose(plan, kwargs, [*written, *fakes, *reals])
-    if (graph and fakes) or any(t.is_inference() for t in reals):
+    if graph or any(t.is_inference() for t in reals):
         # Autograd has seen the fakes, and of inference tensors nothing: it sees this call.
         with autograd_hooks.above():
             result = plan.func(*real_args, **real_kwargs)
@@ -230,6 +224,13 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(result, torch.Tensor):
         return back.get(id(result), result)
     return result
+
+
+def _real(fake: Any, graph: bool, lasting: bool) -> torch.Tensor:
+    """Return a real tensor for a fake: as a leaf of a graph, as it will be given out, or a copy."""
+    if graph and fake.requires_grad and fake.is_leaf:
+        return _replay.leaf(fake._value, fake_tensor.real_class(fake))
+    return _replay.materialize(fake._value) if lasting else _replay.compute(fake._value)
 
 
 def _refuse_graph(plan: Plan, written: list[Any], fakes: list[Any]) -> None:
@@ -272,7 +273,7 @@ def answer(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
     return run(plan, args, kwargs)
 
 
-def _rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
+def rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     """Serve an operator that changes the sizes or the memory of its first argument's handle."""
     fake = args[0]
     if not isinstance(fake, FakeTensor):

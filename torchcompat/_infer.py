@@ -198,7 +198,7 @@ def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(isinstance(a, (Value, Const)) for a in kwargs.values()):
         return None
     size = _joined(plan, items)
-    if size is None:
+    if size is None or 0 in size:
         return None
     if plan.inplace and not (isinstance(args[0], Value) and size == args[0].geometry.size):
         return None

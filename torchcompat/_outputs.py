@@ -6,18 +6,16 @@ recorded like any other. Sparse results are computed for real: a tape is of dens
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchcompat import _calls, _infer, _replay, autograd_hooks, fake_tensor
+from torchcompat._plans import Plan, plan_for
 from torchcompat._random import streams
 from torchcompat._schedule import written_by
 from torchcompat._tape import Geometry, Op, Storage, Value, replace, tensors_in
 from torchcompat._thread import require_devices
-
-if TYPE_CHECKING:
-    from torchcompat._plans import Plan
 
 _NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
 _SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not be inferred
@@ -180,9 +178,9 @@ class Outputs:
     def _written(self, source: Any, result: Any, shape: tuple[int, ...]) -> Any:
         """Return a written argument; an ``out=`` of another shape gets new memory first."""
         if shape != tuple(source.shape) and source._value.storage is not None:
-            storage = Storage(_infer.located(result, source._value.geometry.device))
-            old, value = source._value, Value(storage, storage.root)
-            _calls.fix(source, value)
+            old = source._value
+            _calls.rebind(plan_for(torch.ops.aten.resize_.default), (source, list(shape)), {})
+            value = source._value
             assert self.op is not None
 
             def renewed(item: Any) -> Any:

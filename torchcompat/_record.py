@@ -116,7 +116,6 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
     if thread.pure or (fake_tensor.is_fake(like) and like._value.storage is None):
         return fake_tensor.wrap(Value(None, geometry))
     storage = Storage(geometry)
-    storage.inference = torch.is_inference_mode_enabled()
     fake = fake_tensor.wrap(Value(storage, geometry))
     if plan.fill is not None:
         func, names = plan.fill

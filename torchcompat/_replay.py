@@ -95,6 +95,9 @@ class Run:
             require_hardware(g)
             with torch.inference_mode(storage.inference):
                 tensor = torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
+                if g.offset:
+                    flat = torch.empty(g.reach, dtype=g.dtype, device=g.device)
+                    tensor = flat.as_strided(g.size, g.stride, g.offset).detach()
         self.roots[storage] = tensor
         return tensor
 
@@ -358,7 +361,7 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
         made.known = None
         made.since = now()
     rest = Run(schedule)
-    for value in schedule.targets:
+    for value in sorted(schedule.targets, key=lambda v: v.op.seq if v.op else 0):
         storage = value.storage
         assert storage is not None
         assert storage.memory is not None

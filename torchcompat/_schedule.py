@@ -170,10 +170,15 @@ class Schedule:
     def _dependencies(self) -> dict[int, list[int]]:
         last_write: dict[Storage, int] = {}
         readers: dict[Storage, list[int]] = {}
+        last_graph: dict[Value, int] = {}
         before: dict[int, list[int]] = {}
         for seq in sorted(self.ops):
             op = self.ops[seq]
             needs = before[seq] = []
+            for leaf, _ in op.leaves:
+                if leaf.first in last_graph:  # its ``.data`` may have moved since
+                    needs.append(last_graph[leaf.first])
+                last_graph[leaf.first] = seq
             written = written_by(op)
             for storage in read_by(op) - written:
                 if storage in last_write:

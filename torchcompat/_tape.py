@@ -63,7 +63,7 @@ class Storage:
         self.dependents: list[Any] = []  # weak references to values whose graph comes from here
         self.changes = 0  # writes to ``memory`` that bumped no version counter
         self.graph = False  # whether an operator that extended a graph wrote it
-        self.inference = False  # whether it was allocated in inference mode
+        self.inference = torch.is_inference_mode_enabled()
 
 
 class Geometry:
@@ -102,7 +102,6 @@ class Geometry:
             return self.offset
         spans = ((s - 1) * t for s, t in zip(self.size, self.stride))
         return self.offset + sum(spans) + 1
-
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +149,18 @@ class Value:
         self.index = index  # which of that operator's outputs; without one, 1 for ``.data``
         self.meta: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
-        self.former: Value | None = None  # what its tensor, a leaf of a graph, was before ``.data =``
+        self.former: Value | None = (
+            None  # what its tensor, a leaf of a graph, was before ``.data =``
+        )
         self.finished = False  # whether ``real`` is the object that was given out
+
+    @property
+    def first(self) -> Value:
+        """What the tensor was at first."""
+        value = self
+        while value.former is not None:
+            value = value.former
+        return value
 
 
 class Op:

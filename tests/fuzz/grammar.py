@@ -337,6 +337,7 @@ _VALUE_ERROR = re.compile(r"torch\.tensor\(\[")  # an index of values, good or b
 _REBINDS = re.compile(
     r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()((?:\w+)?(?:\.(?!clone|data)\w+)*)"
 )
+_OUTPUTS = re.compile(r"out=([\w.]+)\)")
 _COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
@@ -376,6 +377,9 @@ class Rules:
         found = _COPIES.search(line)
         if found:
             return _kills(found, space)
+        found = _OUTPUTS.search(line)
+        if found:  # its size may change: torch deprecates that, and views then disagree
+            return bool(eval(found[1], space)._is_view())
         found = _REBINDS.search(line)
         if not found:
             return False
@@ -391,7 +395,9 @@ class Rules:
             return True
         if self.after and not any(target is t for t in self._deferred):
             return True
-        if found[2] == "set_(" and (target.requires_grad or source.requires_grad or target._is_view()):
+        if found[2] == "set_(" and (
+            target.requires_grad or source.requires_grad or target._is_view()
+        ):
             return True
         return bool(target.requires_grad) and not _is_leaf(target)
 

@@ -69,12 +69,15 @@ def every_warning_an_error() -> Iterator[None]:
         torch.set_warn_always(before)
 
 
-# What the package documents to refuse, by name, and one limit: assigning `.data` of a leaf whose
-# graph was recorded before leaves that graph on the tensor the leaf was then.
+# What the package documents to refuse, by name, and two limits of README: `.data` of another dtype
+# takes a leaf out of the graph of its views, until a write makes torch build that graph anew; and
+# torch cannot rebuild the graph of a fake's view whose base no longer requires grad.
 REFUSED = re.compile(
     "recorded a real tensor of shape .* that was changed before"
     "|writes a real tensor from a deferred one that requires grad"
     "|builds an autograd graph on a tensor that was materialised and then changed"
+    "|a leaf is not in the graph"
+    "|new_fn INTERNAL ASSERT"
 )
 KEPT = (torch.Tensor, nn.Module, torch.Generator, float, int, list)
 
