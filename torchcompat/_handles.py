@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _record, _replay, autograd_hooks, fake_tensor
+from torchcompat import _calls, _rebind, _record, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import plan_for
 from torchcompat._random import draws, streams
 from torchcompat._tape import Value
@@ -23,7 +23,7 @@ __all__ = ["alias", "dispatch", "paused"]
 aten = torch.ops.aten
 dispatch = _record.dispatch
 alias = _record.alias
-set_strided = _calls.set_strided
+set_strided = _rebind.set_strided
 
 
 def real_data(data: Any) -> Any:
@@ -35,7 +35,7 @@ def real_data(data: Any) -> Any:
 
 def whole(func: Any, args: Any) -> Any:
     """Record an operator as it was called, not as torch decomposes it for tensor subclasses."""
-    return _calls.record(plan_for(func), args, {}, list(args))
+    return _record.record(plan_for(func), args, {}, list(args))
 
 
 def recording() -> bool:

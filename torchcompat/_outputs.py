@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _infer, _replay, autograd_hooks, fake_tensor
+from torchcompat import _calls, _eager, _infer, _rebind, _replay, autograd_hooks, fake_tensor
 from torchcompat._plans import Plan, plan_for
 from torchcompat._random import streams
 from torchcompat._schedule import written_by
@@ -115,12 +115,12 @@ class Outputs:
 
     def _look(self) -> Any:
         with torch.no_grad():
-            return _calls.run(self.plan, self.args, self.kwargs)
+            return _eager.run(self.plan, self.args, self.kwargs)
 
     def build(self, written: Any = ()) -> Any:
         """Return what the caller gets, and put the call on the tape."""
         if any(getattr(r, "layout", torch.strided) != torch.strided for r in _flat(self.results)):
-            return _calls.run(self.plan, self.args, self.kwargs)  # a tape is of dense memory
+            return _eager.run(self.plan, self.args, self.kwargs)  # a tape is of dense memory
         returns = self.plan.returns
         single = not isinstance(self.results, (list, tuple))
         results = (self.results,) if single else self.results
@@ -153,7 +153,7 @@ class Outputs:
             source = self.args[origin] if origin < len(self.args) else self.kwargs[name]
             if any(i == origin for i, _ in self.plan.writes):
                 self.made.append(None)
-                return self._written(source, result, tuple(shape))
+                return self._written(source, tuple(shape))
             base = source._value
             geometry = _infer.located(result, base.geometry.device)
             if self.plan.name == "as_strided" and base.storage:
@@ -175,11 +175,11 @@ class Outputs:
         self.values.append(value)
         return fake_tensor.wrap(value)
 
-    def _written(self, source: Any, result: Any, shape: tuple[int, ...]) -> Any:
+    def _written(self, source: Any, shape: tuple[int, ...]) -> Any:
         """Return a written argument; an ``out=`` of another shape gets new memory first."""
         if shape != tuple(source.shape) and source._value.storage is not None:
             old = source._value
-            _calls.rebind(plan_for(torch.ops.aten.resize_.default), (source, list(shape)), {})
+            _rebind.rebind(plan_for(torch.ops.aten.resize_.default), (source, list(shape)), {})
             value = source._value
             assert self.op is not None
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _infer, _outputs, fake_tensor
+from torchcompat import _calls, _eager, _infer, _outputs, _rebind, fake_tensor
 from torchcompat._calls import covers, new_op, note_draws, note_graph
 from torchcompat._plans import Plan, plan_for, plans
-from torchcompat._tape import Geometry, Storage, Value
+from torchcompat._tape import SNAPSHOT_BYTES, Geometry, Storage, Value
 from torchcompat._thread import require_devices, thread
 
 FakeTensor = fake_tensor.FakeTensor
@@ -56,7 +56,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _pure(plan, args, kwargs, all(pure) and (thread.pure or not thread.deferred))
     if plan.is_like:
         return _factory(plan, args, kwargs, fakes[0])
-    return _calls.record(plan, args, kwargs, fakes)
+    return record(plan, args, kwargs, fakes)
 
 
 def _is_fill(fake: Any, args: Any) -> bool:
@@ -178,15 +178,15 @@ def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[An
         if plan.is_like and not plan.writes and not scalar:
             return _factory(plan, args, kwargs, reals[0])
         if not moved:
-            return _calls.run(plan, args, kwargs)
-        return _calls.record(plan, args, kwargs, [])
+            return _eager.run(plan, args, kwargs)
+        return record(plan, args, kwargs, [])
     if plan.is_like and not plan.writes:
         return _factory(plan, args, kwargs)
     if not plan.tensors_only:
-        return _calls.run(plan, args, kwargs)
+        return _eager.run(plan, args, kwargs)
     if thread.pure:
         return _pure(plan, args, kwargs, True)
-    return _calls.record(plan, args, kwargs, [])
+    return record(plan, args, kwargs, [])
 
 
 def _lifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,3 +204,28 @@ def _pure(plan: Plan, args: Any, kwargs: dict[str, Any], allowed: bool) -> Any:
             " Make it inside deferred_init, or use fake_mode for all of them."
         )
     return _outputs.Outputs(plan, args, kwargs, None).build()
+
+
+def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:
+    """Record an operator, or run it now where that is the only faithful thing."""
+    written = plan.written(args, kwargs)
+    real_memory = [
+        t for t in written if not isinstance(t, FakeTensor) or t._value.storage.memory is not None
+    ]
+    if real_memory and not plan.views_metadata:
+        return _eager.run(plan, args, kwargs)
+    if not plan.tensors_only:
+        return _eager.answer(plan, args, kwargs, fakes)
+    if plan.views_metadata:
+        return _rebind.rebind(plan, args, kwargs)
+    if all(r is None for r in plan.returns) and _all_real_and_large(fakes):
+        return _eager.run(plan, args, kwargs)
+    op = new_op(plan.func, (), {}, plan.name)
+    return _outputs.Outputs(plan, args, kwargs, op).build(written)
+
+
+def _all_real_and_large(fakes: list[Any]) -> bool:
+    """Tell whether an operator reads only memory that is there, and much of it."""
+    if not fakes or any(f._value.storage.memory is None or f.requires_grad for f in fakes):
+        return False
+    return any(f._value.geometry.numel * f.element_size() > SNAPSHOT_BYTES for f in fakes)

@@ -9,214 +9,23 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 
-from torchcompat import autograd_hooks, fake_tensor
+from torchcompat import autograd_hooks
 from torchcompat._random import streams
-from torchcompat._schedule import Schedule, components, read_by, require_hardware, written_by
-from torchcompat._tape import Op, Storage, Value, itemsize, now, replace, stamp
+from torchcompat._run import Run, as_leaf, leaf_of, move
+from torchcompat._schedule import Schedule, components, written_by
+from torchcompat._tape import Op, Storage, Value, itemsize, now, stamp
 
 # One thread plans and gives out tensors at a time, so that two callers get one object.
 lock = threading.RLock()
 
 Progress = Callable[[int, int], None]
 
-_ERRORS = (IndexError, NotImplementedError, TypeError, ValueError)
 _KNOWN_BYTES = 1 << 20
 _PARALLEL = 1 << 20  # elements below which threads cost more than they bring
-
-
-class Run:
-    """Some operators of a schedule on their way, and the memory they run on."""
-
-    def __init__(self, schedule: Schedule, keep: Storage | None = None) -> None:
-        self.schedule = schedule
-        self.keep = keep
-        self.roots: dict[Storage, torch.Tensor] = {}
-        self.final_state: torch.Tensor | None = None
-        self._held: dict[Value, torch.Tensor] = {}
-        self._by_storage: dict[Storage, list[Value]] = {}
-        self._cursors: dict[torch.device, streams.Cursor] = {}
-
-    def run(self, ordered: list[Op], report: Callable[[Storage], None] | None = None) -> None:
-        """Run operators in order, releasing what is no target at its last use."""
-        touched = {op.seq: read_by(op) | written_by(op) for op in ordered}
-        last = {storage: op.seq for op in ordered for storage in touched[op.seq]}
-        for op in ordered:
-            self._execute(op)
-            for storage in touched[op.seq]:
-                if last[storage] != op.seq:
-                    continue
-                if storage not in self.schedule.permanent:
-                    self._release(storage)
-                elif report is not None:
-                    report(storage)
-
-    def _release(self, storage: Storage) -> None:
-        if self.keep is not storage:
-            self.roots.pop(storage, None)
-            for value in self._by_storage.pop(storage, ()):
-                self._held.pop(value, None)
-
-    def handle(self, value: Value) -> torch.Tensor:
-        """Return the real tensor of a value, making views, and memory not yet there, on the way."""
-        chain = []
-        while value not in self._held and value.parent is not None:
-            real = value.real
-            if real is not None and _in_graph(real) and self.schedule.lasting(value):
-                self._hold(value, real)
-                break
-            chain.append(value)
-            value = value.parent
-        tensor = self._held.get(value)
-        if tensor is None:
-            assert value.storage is not None
-            tensor = self.root(value.storage)
-        for value in reversed(chain):
-            tensor = self._view(value, tensor)
-            self._hold(value, tensor)
-        return tensor
-
-    def _hold(self, value: Value, tensor: torch.Tensor) -> None:
-        """Remember a value's tensor until its storage is released."""
-        assert value.storage is not None
-        self._held[value] = tensor
-        self._by_storage.setdefault(value.storage, []).append(value)
-
-    def root(self, storage: Storage) -> torch.Tensor:
-        """Return the memory of a storage, allocating it if nothing has."""
-        tensor = self.roots.get(storage)
-        if tensor is None and storage in self.schedule.given:
-            tensor = storage.memory
-        if tensor is None:
-            g = storage.root
-            require_hardware(g)
-            with torch.inference_mode(storage.inference):
-                tensor = torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
-                if g.offset:
-                    flat = torch.empty(g.reach, dtype=g.dtype, device=g.device)
-                    tensor = flat.as_strided(g.size, g.stride, g.offset).detach()
-        self.roots[storage] = tensor
-        return tensor
-
-    def _view(self, value: Value, base: torch.Tensor) -> torch.Tensor:
-        op = value.op
-        if op is None:
-            return base.data if value.index else base.detach()
-        lasting = self.schedule.lasting(value)
-        known: dict[Any, torch.Tensor] = {value.parent: base}
-        if lasting:
-            known.update(self._leaves(op))
-        args, kwargs = self._arguments(op, known)
-        with torch.set_grad_enabled(op.grad and lasting):
-            made: torch.Tensor = _flat(op.func(*args, **kwargs))[value.index]
-        if _in_graph(made) and value.real is None:
-            value.real = made
-        return made
-
-    def _arguments(
-        self, op: Op, known: dict[Any, torch.Tensor]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        def real(item: Any) -> torch.Tensor:
-            if item in known:
-                return known[item]
-            if isinstance(item, Value):
-                return self.handle(item)
-            if item.changed():
-                raise RuntimeError(
-                    f"{op.describe()} recorded a real tensor of shape {tuple(item.tensor.shape)} "
-                    "that was changed before the result was materialised. Clone the tensor before "
-                    "using it, or materialise first."
-                )
-            tensor: torch.Tensor = item.tensor
-            return tensor
-
-        args = [replace(a, real) for a in op.args]
-        return args, {k: replace(a, real) for k, a in op.kwargs.items()}
-
-    def _execute(self, op: Op) -> None:
-        """Run one operator and take its results."""
-        extending = op.seq in self.schedule.extending
-        args, kwargs = self._arguments(op, self._leaves(op) if extending else {})
-        for storage in op.made:
-            if storage is not None and not fake_tensor.hardware(storage.root.device.type):
-                if op.name != "_to_copy":
-                    require_hardware(storage.root)
-                kwargs["device"] = torch.device("cpu")  # on its way to where it can be
-        try:
-            with _as_recorded(op, extending or (op.foreign and not op.graph)):
-                if op.position is not None:
-                    result = self._draw(op, args, kwargs)
-                else:
-                    result = op.func(*args, **kwargs)
-        except Exception as error:
-            kind = type(error) if type(error) in _ERRORS else RuntimeError
-            raise kind(f"could not materialise: {op.describe()}: {error}") from error
-        for storage, tensor in zip(op.made, _flat(result)):
-            if storage is not None:
-                self.roots[storage] = tensor
-
-    def _leaves(self, op: Op) -> dict[Any, torch.Tensor]:
-        """Return the objects that are given out, as leaves of the graph ``op`` extends."""
-        return {value: _as_leaf(value, cls, self.handle) for value, cls in op.leaves}
-
-    def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
-        device = device or kwargs.get("device") or torch.device("cpu")
-        cursor = self._cursors.get(device)
-        if cursor is None:
-            cursor = self._cursors[device] = streams.Cursor(device)
-        generator = cursor.seek(op.position)
-        if op.takes_generator:
-            result = op.func(*args, **kwargs, generator=generator)
-        else:
-            with streams.borrowed(device, generator):
-                result = op.func(*args, **kwargs)
-        cursor.passed(op.after)
-        if not self.schedule.targets:
-            self.final_state = streams.get_state(generator)
-        return result
-
-
-class _as_recorded:  # noqa: N801
-    """Restore what was true of the thread when an operator was recorded."""
-
-    def __init__(self, op: Op, graph: bool) -> None:
-        self._op = op
-        self._grad = op.grad and graph
-
-    def __enter__(self) -> None:
-        op = self._op
-        self._dtype = torch.get_default_dtype()
-        if op.default_dtype is not None and op.default_dtype != self._dtype:
-            torch.set_default_dtype(op.default_dtype)
-        self._inference = torch.inference_mode(True) if op.inference else None
-        if self._inference:
-            self._inference.__enter__()
-        self._before = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad)
-
-    def __exit__(self, *exc: Any) -> None:
-        torch.set_grad_enabled(self._before)
-        if self._inference:
-            self._inference.__exit__(*exc)
-        if torch.get_default_dtype() != self._dtype:
-            torch.set_default_dtype(self._dtype)
-
-
-def _in_graph(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.grad_fn is not None
-    except RuntimeError:  # a view of several that was written to: torch says so when asked
-        return True
-
-
-def _flat(result: Any) -> list[Any]:
-    if isinstance(result, (list, tuple)):
-        return [r for item in result for r in _flat(item)]
-    return [result]
 
 
 def compute(value: Value) -> torch.Tensor:
@@ -239,32 +48,10 @@ def compute(value: Value) -> torch.Tensor:
         return run.handle(value).detach()
 
 
-def _as_leaf(value: Value, cls: type, handle: Callable[[Value], torch.Tensor]) -> torch.Tensor:
-    """Return the object that a graph starts from, and that is given out for a leaf."""
-    tensor, leaf = handle(value), _leaf_of(value)
-    if leaf is None:
-        leaf = fake_tensor.subclass(cls, tensor, True)
-    else:
-        _move(leaf, tensor)
-    link: Value | None = value
-    while link is not None:
-        link.real, link = leaf, link.former
-    return leaf
-
-
-def _leaf_of(value: Value | None) -> torch.Tensor | None:
-    """Return the leaf that a graph knows a value's tensor as, if there is one."""
-    while value is not None:
-        if value.real is not None and value.real.requires_grad and value.real.is_leaf:
-            return value.real
-        value = value.former
-    return None
-
-
 def leaf(value: Value, cls: type) -> torch.Tensor:
     """Give a value its real tensor, as a leaf that a graph can start from."""
     with lock, autograd_hooks.quiet(graphs=True):
-        return _as_leaf(value, cls, materialize)
+        return as_leaf(value, cls, materialize)
 
 
 def materialize(
@@ -371,17 +158,11 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
             value.real = owners.get(storage, rest).handle(value)
         storage.version = stamp(storage)
     for value in schedule.targets:  # only now: handles of the old memory may start from a leaf
-        leaf = _leaf_of(value.former)
+        leaf = leaf_of(value.former)
         if leaf is not None:
             assert value.storage is not None
-            _move(leaf, owners.get(value.storage, rest).handle(value))
+            move(leaf, owners.get(value.storage, rest).handle(value))
             value.real = leaf
-
-
-def _move(leaf: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give a leaf the memory that its ``.data`` was, or became."""
-    if (leaf.data_ptr(), leaf.dtype) != (tensor.data_ptr(), tensor.dtype):
-        leaf.data = tensor
 
 
 def state_after(op: Op) -> torch.Tensor:

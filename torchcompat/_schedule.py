@@ -99,13 +99,7 @@ class Schedule:
         results = written_by(op)
         if op.graph and self.graph and any(s.memory is None for s in results):
             # A graph is built once, of the tensors that are given out.
-            self.extending.add(op.seq)
-            self._leaves(op)
-            for result in results:
-                self._keep(result)
-            for storage in read_by(op):  # what it saves for backward may be written later
-                if len(storage.writers) > _writers_before(storage, op.seq):
-                    self._keep(storage)
+            self._extend(op, results)
         for value in (*op.reads, *op.writes):
             if value.parent is not None:
                 self._graph_of(value)
@@ -117,6 +111,14 @@ class Schedule:
                 self.given.add(storage)
             elif not self._given_out(op, value):
                 self._states.append((storage, _writers_before(storage, op.seq)))
+
+    def _extend(self, op: Op, results: set[Storage]) -> None:
+        """Let an operator build its graph: of leaves, results and what it saves, for good."""
+        self.extending.add(op.seq)
+        self._leaves(op)
+        saved = {s for s in read_by(op) if len(s.writers) > _writers_before(s, op.seq)}
+        for storage in results | saved:  # what is saved for backward may be written later
+            self._keep(storage)
 
     def _given_out(self, op: Op, value: Value) -> bool:
         """Tell whether a graph is read from the memory already given out, and provide it."""
