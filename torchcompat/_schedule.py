@@ -177,10 +177,10 @@ class Schedule:
         for seq in sorted(self.ops):
             op = self.ops[seq]
             needs = before[seq] = []
-            for leaf, _ in op.leaves:
-                if leaf.first in last_graph:  # its ``.data`` may have moved since
-                    needs.append(last_graph[leaf.first])
-                last_graph[leaf.first] = seq
+            for leaf in {leaf.first for leaf, _ in op.leaves}:
+                if leaf in last_graph:  # its ``.data`` may have moved since
+                    needs.append(last_graph[leaf])
+                last_graph[leaf] = seq
             written = written_by(op)
             for storage in read_by(op) - written:
                 if storage in last_write:
