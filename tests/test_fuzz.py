@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -143,6 +144,121 @@ def _a_refused_copy_changes_nothing():
     return {"picked": picked}
 
 
+def _graph_through_a_list_of_mixed_tensors():
+    weight = torch.randn(2, requires_grad=True)
+    return {"scaled": torch._foreach_mul([torch.zeros(2), weight], 2.0)[0], "weight": weight}
+
+
+def _graph_from_a_write_into_given_memory():
+    linear = nn.Linear(3, 1, bias=False)
+    known = torch.tensor([[1.0, 2.0, 3.0]])
+    known.sub_(linear.weight, alpha=0.5)
+    return {"known": known, "linear": linear}
+
+
+def _graph_from_a_write_into_a_view_of_given_memory():
+    scale, base = nn.Parameter(torch.rand(3)), torch.randn(2, 3)
+    base.numpy()
+    base[0].mul_(scale)
+    return {"base": base, "scale": scale}
+
+
+def _data_write_is_no_version():
+    weight = torch.randn(4, 4, requires_grad=True)
+    product = weight @ weight
+    weight.data[0] = 2
+    return {"product": product, "weight": weight}
+
+
+def _data_write_into_what_a_graph_saved():
+    factor, weight = torch.rand(3), torch.rand(3, requires_grad=True)
+    product = factor * weight
+    factor.data.bernoulli_(0.5)
+    return {"product": product, "weight": weight}
+
+
+def _leaf_that_data_moved():
+    weight = nn.Parameter(torch.randn(3, 2))
+    before = weight * 2
+    weight.data = torch.rand(3, 2)
+    after = weight * 3
+    return {"before": before, "after": after, "weight": weight}
+
+
+def _leaf_that_became_half():
+    linear = nn.Linear(2, 3)
+    before = linear.bias.exp()
+    linear.half()
+    after = linear.bias[:2]
+    return {"linear": linear, "before": before, "after": after}
+
+
+def _leaf_that_changed_shape():
+    weight = torch.randn(2, 3, requires_grad=True)
+    flat = weight.flatten() * 2
+    with torch.no_grad():
+        weight.unsqueeze_(0)
+    return {"flat": flat, "weight": weight}
+
+
+def _view_that_became_a_leaf():
+    base = torch.rand(3)
+    leaf = base[0].requires_grad_()
+    base[0] = leaf
+    return {"leaf": leaf, "base": base}
+
+
+def _frozen_after_a_graph():
+    weight = torch.full((3, 3), -0.75).requires_grad_()
+    lower = weight.tril()
+    weight.requires_grad_(False)
+    weight[0] = 1e-3
+    return {"lower": lower}
+
+
+def _copied_under_a_graph():
+    base = torch.randn(2, 2)
+    copied = copy.deepcopy(base)
+    copied *= nn.Parameter(torch.randn(2, 2))
+    return {"copied": copied}
+
+
+def _squeezed_view_of_complex_numbers():
+    parts = torch.view_as_real(torch.ones((), dtype=torch.complex64))
+    parts.squeeze_()
+    return {"parts": parts}
+
+
+def _layout_of_nothing():
+    turned = torch.zeros(0, 2).T
+    return {"turned": torch.zeros_like(turned), "drawn": torch.rand_like(turned)}
+
+
+def _output_that_cannot_be_resized():
+    narrow = torch.zeros(1)
+    with pytest.raises(RuntimeError):
+        torch.add(narrow, torch.ones(35), out=narrow)
+    return {"narrow": narrow}
+
+
+def _checks_that_know_the_dimensions():
+    torch.ones(2, 2).tril_()
+    with pytest.raises((IndexError, RuntimeError)):
+        torch.ones(2).tril_()
+    with pytest.raises(RuntimeError):
+        torch.zeros(4, dtype=torch.bool).copy_(torch.zeros(2, 4))
+    return {"wide": torch.ones(2, 2, 3).expand(3, 2, 2, 3).clone()}
+
+
+def _dropout_in_inference_mode():
+    real, nothing = torch.rand(8), torch.empty(0, 2)
+    with torch.inference_mode():
+        dropped, same = (nn.functional.dropout(t, 0.5) for t in (real, nothing))
+        detached = torch.randint(0, 9, (2,))
+    detached.detach_()
+    return {"dropped": dropped, "same": same, "nothing": nothing, "row": detached[None]}
+
+
 @pytest.mark.parametrize(
     "construct",
     [
@@ -155,6 +271,25 @@ def _a_refused_copy_changes_nothing():
         _view_of_a_leaf_filled_twice,
         _foreach_on_a_list_with_and_without_grad,
         _a_refused_copy_changes_nothing,
+        pytest.param(
+            _graph_through_a_list_of_mixed_tensors,
+            marks=pytest.mark.since((2, 0), "_foreach_mul has no derivative"),
+        ),
+        _graph_from_a_write_into_given_memory,
+        _graph_from_a_write_into_a_view_of_given_memory,
+        _data_write_is_no_version,
+        _data_write_into_what_a_graph_saved,
+        _leaf_that_data_moved,
+        _leaf_that_became_half,
+        _leaf_that_changed_shape,
+        _view_that_became_a_leaf,
+        _frozen_after_a_graph,
+        _copied_under_a_graph,
+        _squeezed_view_of_complex_numbers,
+        _layout_of_nothing,
+        _output_that_cannot_be_resized,
+        _checks_that_know_the_dimensions,
+        _dropout_in_inference_mode,
     ],
     ids=lambda construct: construct.__name__.strip("_"),
 )

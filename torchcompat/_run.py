@@ -234,5 +234,6 @@ def leaf_of(value: Value | None) -> torch.Tensor | None:
 
 def move(leaf: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give a leaf the memory that its ``.data`` was, or became."""
-    if (leaf.data_ptr(), leaf.dtype) != (tensor.data_ptr(), tensor.dtype):
+    same = leaf.data_ptr() == tensor.data_ptr() and leaf.dtype == tensor.dtype
+    if not same or (leaf.shape, leaf.stride()) != (tensor.shape, tensor.stride()):
         leaf.data = tensor
