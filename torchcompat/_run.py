@@ -29,6 +29,8 @@ class Run:
         self.final_state: torch.Tensor | None = None
         self._held: dict[Value, torch.Tensor] = {}
         self._by_storage: dict[Storage, list[Value]] = {}
+        self._lent: dict[Storage | None, torch.Tensor] = {}
+        self._spare: torch.Tensor | None = None  # memory that was lent and is free again
         self._cursors: dict[torch.device, streams.Cursor] = {}
 
     def run(self, ordered: list[Op], report: Callable[[Storage], None] | None = None) -> None:
@@ -44,10 +46,14 @@ class Run:
                     self._release(storage)
                 elif report is not None:
                     report(storage)
+        self._spare = None
 
     def _release(self, storage: Storage) -> None:
         if self.keep is not storage:
             self.roots.pop(storage, None)
+            lent = self._lent.pop(storage, None)
+            if lent is not None and (self._spare is None or len(self._spare) < len(lent)):
+                self._spare = lent
             for value in self._by_storage.pop(storage, ()):
                 self._held.pop(value, None)
 
@@ -82,15 +88,30 @@ class Run:
         if tensor is None and storage in self.schedule.given:
             tensor = storage.memory
         if tensor is None:
-            g = storage.root
-            require_hardware(g)
+            require_hardware(storage.root)
             with torch.inference_mode(storage.inference):
-                tensor = torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
-                if g.offset:
-                    flat = torch.empty(g.reach, dtype=g.dtype, device=g.device)
-                    tensor = flat.as_strided(g.size, g.stride, g.offset).detach()
+                tensor = self._allocate(storage)
         self.roots[storage] = tensor
         return tensor
+
+    def _allocate(self, storage: Storage) -> torch.Tensor:
+        """Make memory; what will be released again lies where something released lay, if it fits.
+
+        So models that are cast after they are made leave no holes for the allocator to fill.
+        """
+        g, schedule = storage.root, self.schedule
+        lasting = storage in schedule.permanent or storage is self.keep or schedule.extending
+        if lasting or storage.inference or g.device.type != "cpu" or not g.numel:
+            if not g.offset:
+                return torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=g.device)
+            flat = torch.empty(g.reach, dtype=g.dtype, device=g.device)
+            return flat.as_strided(g.size, g.stride, g.offset).detach()
+        spare, self._spare = self._spare, None
+        if spare is None or len(spare) < g.nbytes:
+            del spare
+            spare = torch.empty(g.nbytes, dtype=torch.uint8, device="cpu")
+        self._lent[storage] = spare
+        return spare[: g.nbytes].view(g.dtype).as_strided(g.size, g.stride, g.offset)
 
     def _view(self, value: Value, base: torch.Tensor) -> torch.Tensor:
         op = value.op
@@ -148,6 +169,14 @@ class Run:
         for storage, tensor in zip(op.made, _flat(result)):
             if storage is not None:
                 self.roots[storage] = tensor
+                self._keep_shared(op, tensor)
+
+    def _keep_shared(self, op: Op, tensor: torch.Tensor) -> None:
+        """Never lend again what an operator's result turned out to lie in."""
+        for value in op.reads:
+            lent = self._lent.get(value.storage) if value.storage else None
+            if lent is not None and 0 <= tensor.data_ptr() - lent.data_ptr() < len(lent):
+                del self._lent[value.storage]
 
     def _leaves(self, op: Op) -> dict[Any, torch.Tensor]:
         """Return the objects that are given out, as leaves of the graph ``op`` extends."""
