@@ -51,7 +51,7 @@ def compute(value: Value) -> torch.Tensor:
 def leaf(value: Value, cls: type) -> torch.Tensor:
     """Give a value its real tensor, as a leaf that a graph can start from."""
     with lock, autograd_hooks.quiet(graphs=True):
-        return as_leaf(value, cls, materialize)
+        return as_leaf(value, cls, materialize, {})
 
 
 def materialize(
@@ -157,12 +157,17 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
         if value.real is None:
             value.real = owners.get(storage, rest).handle(value)
         storage.version = stamp(storage)
-    for value in schedule.targets:  # only now: handles of the old memory may start from a leaf
-        leaf = leaf_of(value.former)
-        if leaf is not None:
+    ends: dict[torch.Tensor, torch.Tensor] = {}
+    for run in {id(r): r for r in (*owners.values(), rest)}.values():
+        ends.update(run.moved)
+    for value in schedule.targets:
+        latest = leaf_of(value.former)
+        if latest is not None:
             assert value.storage is not None
-            move(leaf, owners.get(value.storage, rest).handle(value))
-            value.real = leaf
+            ends[latest] = owners.get(value.storage, rest).handle(value)
+            value.real = latest
+    for leaf, memory in ends.items():  # only now: handles of old memory may start from a leaf
+        move(leaf, memory)
 
 
 def state_after(op: Op) -> torch.Tensor:

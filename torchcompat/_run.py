@@ -29,6 +29,7 @@ class Run:
         self.final_state: torch.Tensor | None = None
         self._held: dict[Value, torch.Tensor] = {}
         self._by_storage: dict[Storage, list[Value]] = {}
+        self.moved: dict[torch.Tensor, torch.Tensor] = {}  # leaves, and where they were before
         self._lent: dict[Storage | None, torch.Tensor] = {}
         self._spare: torch.Tensor | None = None  # memory that was lent and is free again
         self._cursors: dict[torch.device, streams.Cursor] = {}
@@ -180,7 +181,7 @@ class Run:
 
     def _leaves(self, op: Op) -> dict[Any, torch.Tensor]:
         """Return the objects that are given out, as leaves of the graph ``op`` extends."""
-        return {value: as_leaf(value, cls, self.handle) for value, cls in op.leaves}
+        return {v: as_leaf(v, cls, self.handle, self.moved) for v, cls in op.leaves}
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -239,13 +240,20 @@ def _flat(result: Any) -> list[Any]:
     return [result]
 
 
-def as_leaf(value: Value, cls: type, handle: Callable[[Value], torch.Tensor]) -> torch.Tensor:
+def as_leaf(
+    value: Value,
+    cls: type,
+    handle: Callable[[Value], torch.Tensor],
+    moved: dict[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
     """Return the object that a graph starts from, and that is given out for a leaf."""
     tensor, leaf = handle(value), leaf_of(value)
     if leaf is None:
         leaf = fake_tensor.subclass(cls, tensor, True)
     else:
-        move(leaf, tensor)
+        before = leaf.data
+        if move(leaf, tensor):
+            moved.setdefault(leaf, before)
     link: Value | None = value
     while link is not None:
         link.real, link = leaf, link.former
@@ -261,8 +269,10 @@ def leaf_of(value: Value | None) -> torch.Tensor | None:
     return None
 
 
-def move(leaf: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give a leaf the memory that its ``.data`` was, or became."""
+def move(leaf: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Give a leaf the memory that its ``.data`` was, or became; tell whether that is a change."""
     same = leaf.data_ptr() == tensor.data_ptr() and leaf.dtype == tensor.dtype
-    if not same or (leaf.shape, leaf.stride()) != (tensor.shape, tensor.stride()):
-        leaf.data = tensor
+    if same and (leaf.shape, leaf.stride()) == (tensor.shape, tensor.stride()):
+        return False
+    leaf.data = tensor
+    return True
