@@ -273,7 +273,7 @@ def _dropout_in_inference_mode():
         _a_refused_copy_changes_nothing,
         pytest.param(
             _graph_through_a_list_of_mixed_tensors,
-            marks=pytest.mark.since((2, 0), "_foreach_mul has no derivative"),
+            marks=pytest.mark.since((2, 1), "_foreach_mul has no derivative"),
         ),
         _graph_from_a_write_into_given_memory,
         _graph_from_a_write_into_a_view_of_given_memory,
