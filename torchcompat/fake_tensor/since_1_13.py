@@ -349,8 +349,3 @@ def refit(fake: FakeTensor, value: Any) -> None:
             like.requires_grad_(fake.requires_grad)
             torch._C._swap_tensor_impl(fake, like)
     fake._value = value
-
-
-def itemsize(dtype: torch.dtype) -> int:
-    """Return the bytes of one element."""
-    return torch.empty(0, dtype=dtype, device="cpu").element_size()
