@@ -13,6 +13,7 @@ C4) promises: bytes, layout, class, sharing, autograd and Python attributes. Rul
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from typing import Any, Callable, Iterator, NamedTuple
@@ -410,6 +411,19 @@ def in_threads(steps: list[Step]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+def in_a_fork(pair: Pair) -> int:
+    """Materialise and compare in a forked process; give its exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert_equal(pair.eager, materialize(pair.deferred))
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
 
 
 ORDERS: dict[str, Callable[[Pair, random.Random], None]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 
@@ -400,23 +399,3 @@ def test_another_thread_may_draw_while_one_materialises():
     worker.join()
     assert_equal(*pair)
     assert_equal(expected, drawn)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("build", [language.GPT, habits.seeds_inside, habits.own_generator])
-def test_a_forked_process_can_materialise(build):
-    pair = both(build)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            materialize(pair.deferred)
-            assert_equal(*pair)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    materialize(pair.deferred)
-    assert_equal(*pair)

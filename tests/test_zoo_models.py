@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.equality import (
     assert_all_deferred,
     assert_equal,
     both,
+    in_a_fork,
     materialize,
     verify,
 )
@@ -28,10 +31,28 @@ CALLABLE = [parameters for parameters in MODELS if parameters.values[0].inputs]
 STILL = [parameters for parameters in MODELS if not parameters.values[0].reads]
 
 
+@pytest.fixture
+def one_thread():
+    """A forked process has one, and kernels that reduce may round otherwise with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_equals_eager(model, order):
     verify(model.build, order=order, seed=11)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_forked_process_materialises_it(model, one_thread):
+    pair = both(model.build)
+    assert in_a_fork(pair) == 0
+    assert_equal(pair.eager, materialize(pair.deferred))
 
 
 @pytest.mark.parametrize("model", STILL)
