@@ -367,8 +367,8 @@ def test_foreign_operators_on_real_tensors_draw_eager_numbers(noisy):
 def test_a_device_that_shows_no_generator_is_refused(monkeypatch):
     monkeypatch.setattr(fake_tensor, "hardware", lambda kind: True)
     monkeypatch.setattr(streams, "default_generator", lambda device: None)
-    with pytest.raises(NotImplementedError, match=r"uniform_ .* draws on xpu:0, of which torch"):
-        deferred_init(torch.rand, 3, device=torch.device("xpu", 0))
+    with pytest.raises(NotImplementedError, match=r"uniform_ .* draws on mps:0, of which torch"):
+        deferred_init(torch.rand, 3, device=torch.device("mps", 0))
 
 
 def test_a_fresh_seed_inside():
