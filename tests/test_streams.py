@@ -316,7 +316,7 @@ def test_states_loaded_inside():
         torch.save({"visible": torch.get_rng_state(), "own": generator.get_state()}, file)
         torch.rand(3, generator=generator)
         file.seek(0)
-        loaded = torch.load(file)
+        loaded = torch.load(file, weights_only=True)
         torch.set_rng_state(loaded["own"])
         generator.set_state(loaded["visible"])
         return [torch.randn(20), torch.rand(2, generator=generator), loaded["own"]]
