@@ -259,6 +259,33 @@ def _dropout_in_inference_mode():
     return {"dropped": dropped, "same": same, "nothing": nothing, "row": detached[None]}
 
 
+def _view_of_what_a_list_wrote():
+    real, written = torch.tensor(3.0, requires_grad=True), torch.rand(3, 2)
+    row, empty = written[0], torch.empty(2, 0)
+    column = empty[0]
+    torch._foreach_mul_([written, empty], [real, real])
+    return {"real": real, "written": written, "row": row, "column": column}
+
+
+def _inference_tensors_that_data_made_plain():
+    made = {}
+    for size in (0, 3):
+        with torch.inference_mode():
+            made[f"leaf {size}"] = leaf = torch.randn(size, 2, requires_grad=True)
+            made[f"plain {size}"] = plain = torch.randn(size, 2)
+        leaf.data = leaf.clone()
+        plain.data = torch.ones(size, 2)
+    return made
+
+
+def _leaf_that_became_integers():
+    module = nn.LayerNorm(4)
+    module.weight.data.copy_(module.weight)
+    module.requires_grad_(False)
+    module.weight.data = torch.full((2, 2), 7)
+    return {"weight": module.weight}
+
+
 @pytest.mark.parametrize(
     "construct",
     [
@@ -290,6 +317,12 @@ def _dropout_in_inference_mode():
         _output_that_cannot_be_resized,
         _checks_that_know_the_dimensions,
         _dropout_in_inference_mode,
+        pytest.param(
+            _view_of_what_a_list_wrote,
+            marks=pytest.mark.since((2, 1), "_foreach_mul has no derivative"),
+        ),
+        _inference_tensors_that_data_made_plain,
+        _leaf_that_became_integers,
     ],
     ids=lambda construct: construct.__name__.strip("_"),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, List, Tuple
 
 import torch
 
 import torchcompat
-from torchcompat import _infer, _replay, fake_tensor
+from torchcompat import _infer, fake_tensor
 from torchcompat._random import draws, streams
 from torchcompat._tape import (
     Const,
@@ -17,7 +17,6 @@ from torchcompat._tape import (
     Op,
     Storage,
     Value,
-    replace,
     stamp,
 )
 from torchcompat._thread import thread
@@ -30,6 +29,9 @@ aten = torch.ops.aten
 
 _SKIPPED = tuple(f.rpartition("__init__")[0] for f in (torch.__file__, torchcompat.__file__))
 _WITH_GENERATOR = {aten.randperm.default: aten.randperm.generator}
+
+
+Tensors = Tuple[List[Any], List[Any]]  # the fake and the real ones among a call's arguments
 
 
 def site() -> tuple[str, int] | None:
@@ -55,7 +57,7 @@ def new_op(func: Any, args: Any, kwargs: Any, name: str) -> Op:
     return op
 
 
-def tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def tensors(args: Any, kwargs: dict[str, Any]) -> Tensors:
     """Collect the fake and the real tensors among a call's arguments."""
     fakes: list[Any] = []
     reals: list[Any] = []
@@ -77,20 +79,13 @@ def encode(arg: Any, graph: bool = False) -> Any:
     return arg
 
 
-def fixed(arg: Any, in_graph: set[Value]) -> Any:
-    """Replace values whose memory is already there by constants: it may be changed at any time."""
-
-    def fix_one(item: Any) -> Any:
-        if not isinstance(item, Value) or item in in_graph:
-            return item
-        if item.storage and item.storage.memory is not None:
-            return Const(_replay.materialize(item))
-        return item
-
-    return replace(arg, fix_one)
+def replaces(value: Value) -> bool:
+    """Tell whether an overwrite through a handle leaves nothing of what its storage held."""
+    assert value.storage is not None
+    return not value.storage.graph and _covers(value)
 
 
-def covers(value: Value) -> bool:
+def _covers(value: Value) -> bool:
     """Tell whether a handle touches every element of its storage, each once."""
     assert value.storage is not None
     mine, root = value.geometry, value.storage.root
@@ -114,10 +109,12 @@ def dense(g: Geometry) -> bool:
 
 def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     """Note that ``op`` extends the autograd graph, and from which leaves."""
+    graded = [t for t in inputs if t.requires_grad]
+    if not graded:
+        return
     dtypes = ((r, r.geometry.dtype) for r in results)
     results = [r for r, dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    graded = [t for t in inputs if t.requires_grad]
-    if not results or not graded:
+    if not results:
         return
     inputs = [f for f in graded if isinstance(f, FakeTensor)]
     op.graph = True
@@ -172,6 +169,7 @@ def constant(tensor: torch.Tensor) -> Value:
 
 
 def strided(base: Value, size: Any, stride: Any, offset: int) -> Value:
+    """Return a value that ``as_strided`` makes of another."""
     op = new_op(aten.as_strided.default, (base, list(size), list(stride), offset), {}, "as_strided")
     g = base.geometry
     geometry = Geometry(tuple(size), tuple(stride), offset, g.dtype, g.device)

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 FakeTensor = fake_tensor.FakeTensor
 
 # Questions about metadata, which must not compute anything.
-_METADATA = {"is_pinned": False, "is_coalesced": False, "is_same_size": None, "device": None}
+_METADATA: dict[str, Any] = {
+    "is_pinned": lambda *_: False,
+    "is_same_size": lambda a, b: a.shape == b.shape,
+    "device": lambda a: a.device,
+}
 
 
 def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -91,14 +95,10 @@ def _expose(plan: Plan, kwargs: dict[str, Any], tensors: list[Any]) -> None:
 
 def answer(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:
     """Compute a result that is no tensor."""
-    if plan.name in _METADATA or plan.name.startswith("sym_"):
-        if plan.name == "is_same_size":
-            return args[0].shape == args[1].shape
-        if plan.name == "device":
-            return args[0].device
-        if plan.name.startswith("sym_"):
-            return _infer.infer(plan, [encode(a) for a in args], dict(kwargs))
-        return _METADATA[plan.name]
+    if plan.name in _METADATA:
+        return _METADATA[plan.name](*args)
+    if plan.name.startswith("sym_"):
+        return _infer.infer(plan, [encode(a) for a in args], dict(kwargs))
     if any(f._value.storage is None for f in fakes):
         where = site()
         raise RuntimeError(

@@ -16,7 +16,8 @@ from torchcompat import _calls, _rebind, _record, _replay, autograd_hooks, fake_
 from torchcompat._plans import plan_for
 from torchcompat._random import draws, streams
 from torchcompat._tape import Value
-from torchcompat._thread import faked, paused, thread
+from torchcompat._thread import faked, thread
+from torchcompat.autograd_hooks import paused
 
 __all__ = ["alias", "dispatch", "paused"]
 
@@ -35,7 +36,7 @@ def real_data(data: Any) -> Any:
 
 def whole(func: Any, args: Any) -> Any:
     """Record an operator as it was called, not as torch decomposes it for tensor subclasses."""
-    return _record.record(plan_for(func), args, {}, list(args))
+    return _record.record(plan_for(func), args, {}, _calls.tensors(args, {}))
 
 
 def recording() -> bool:
@@ -64,8 +65,7 @@ def true_state(generator: torch.Generator) -> torch.Tensor:
 def assign(fake: Any, source: torch.Tensor) -> None:
     """Serve ``fake.data = source``: the fake stands for the source's memory from now on."""
     if fake_tensor.is_fake(source):
-        base = source._value
-        _calls.fix(fake, Value(base.storage, base.geometry, base, None, 1))
+        _calls.fix(fake, source._value.alias(apart=True))
     elif source.device.type == "meta" or source.layout != torch.strided:
         torch.Tensor.data.__set__(fake, source)  # type: ignore[attr-defined]
     else:
@@ -150,7 +150,7 @@ def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) ->
     op.grad = False
     op.takes_generator = True
     op.writes = (value,)
-    op.overwrites = _calls.covers(value) and not value.storage.graph
+    op.overwrites = _calls.replaces(value)
     op.reads = () if op.overwrites else (value,)
     generator = generator or streams.default_generator(value.geometry.device)
     if generator is not None:
@@ -163,21 +163,15 @@ def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) ->
 def filled_as(fake: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Make a tensor of another shape with the operators that filled ``fake``."""
     storage = fake._value.storage
-    fills = {"zeros": aten.zero_.default, "ones": aten.fill_.Scalar, "full": aten.fill_.Scalar}
     with autograd_hooks.quiet():
         made = torch.empty(shape, dtype=fake.dtype, device=device)
         for op in storage.writers:
-            scalars = list(op.args[1:])
-            if op.name in fills:
-                scalars = {"zeros": [], "ones": [1]}.get(op.name, scalars)
-                fills[op.name](made, *scalars)
-            elif len(op.writes) == 1 and not op.made and not op.kwargs:
-                extra = {}
-                if op.position is not None:
-                    extra["generator"] = streams.Cursor(device).seek(op.position)
-                op.func(made, *scalars, **extra)
-            else:
+            if len(op.writes) != 1 or op.made or op.kwargs:
                 raise ValueError(f"{op.describe()} is no fill: values depend on the whole shape")
+            extra = {}
+            if op.position is not None:
+                extra["generator"] = streams.Cursor(device).seek(op.position)
+            op.func(made, *op.args[1:], **extra)
     return made.requires_grad_(fake.requires_grad)
 
 

@@ -140,7 +140,7 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 return call_on(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not
                 failed = error
-        if failed is not None and all(_geometry(i).device == _CPU for i in tensors_in([*args])):
+        if failed is not None and all(_geometry(i).device == _CPU for i in tensors_in(args)):
             raise failed
         return call_on(plan.func, args, kwargs, _shadow_of, _META)
 
@@ -179,11 +179,11 @@ def _little(plan: Plan, args: Any) -> bool:
     """Tell whether a call's arguments, and so its result, are small, and masks no part of it."""
     total: float = 1
     indexing = plan.name.startswith("index")
+    for item in tensors_in(args):
+        total = max(total, _geometry(item).reach)
+        if indexing and _geometry(item).dtype in (torch.bool, torch.uint8):
+            return False
     for arg in args:
-        for item in tensors_in(arg):
-            total = max(total, _geometry(item).reach)
-            if indexing and _geometry(item).dtype in (torch.bool, torch.uint8):
-                return False
         for number in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(number, (int, float)) and number > 1:
                 total *= number

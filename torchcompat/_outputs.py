@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _eager, _infer, _rebind, _replay, autograd_hooks, fake_tensor
+from torchcompat import _eager, _infer, _rebind, _replay, autograd_hooks, fake_tensor
+from torchcompat._calls import Tensors, encode, note_draws, note_graph, replaces
 from torchcompat._plans import Plan, plan_for
 from torchcompat._random import streams
 from torchcompat._schedule import written_by
-from torchcompat._tape import Geometry, Op, Storage, Value, replace, tensors_in
+from torchcompat._tape import Const, Geometry, Op, Storage, Value, flat, replace, tensors_in
 from torchcompat._thread import require_devices
 
 _NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
@@ -23,8 +24,8 @@ _SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not
 _ACROSS_DEVICES = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_", "set_"}
 
 
-def _flat(results: Any) -> Any:
-    return results if isinstance(results, (list, tuple)) else (results,)
+def _values(args: Any) -> list[Value]:
+    return [i for i in tensors_in(args) if isinstance(i, Value)]
 
 
 def _require_within(g: Geometry, root: Geometry) -> None:
@@ -39,37 +40,44 @@ def _require_within(g: Geometry, root: Geometry) -> None:
 class Outputs:
     """The results of one call: inferred, then made as fakes and noted on the tape."""
 
-    def __init__(self, plan: Plan, args: Any, kwargs: dict[str, Any], op: Op | None) -> None:
+    def __init__(
+        self, plan: Plan, args: Any, kwargs: dict[str, Any], tensors: Tensors, op: Op | None
+    ) -> None:
         self.plan, self.op = plan, op
         self.args, self.kwargs = args, kwargs
+        self.fakes, self.reals = tensors
         self.values: list[Value] = []
+        self.made: list[Storage | None] = []
         grad = op is not None and op.grad
-        self.encoded = [_calls.encode(a, grad) for a in args]
-        self.named = {
-            k: _calls.encode(a, grad) if k != "generator" else None for k, a in kwargs.items()
-        }
+        self.encoded = [encode(a, grad) for a in args]
+        self.named = {k: encode(a, grad) if k != "generator" else None for k, a in kwargs.items()}
         self.device = self._device()
-        self.fakes, self.reals = _calls.tensors(args, kwargs)
         if op is not None:
-            keep = {f._value for f in self.fakes if op.grad and f.requires_grad}
-            op.args = [
-                a if i in plan.returns else _calls.fixed(a, keep)
-                for i, a in enumerate(self.encoded)
-            ]
-            op.kwargs = {k: _calls.fixed(a, keep) for k, a in self.named.items()}
+            op.args, op.kwargs = self._fixed(op.grad)
         self.results = self._infer()
 
     def _device(self) -> torch.device:
         device = self.kwargs.get("device")
-        if device is None:
-            items = [i for a in (*self.encoded, *self.named.values()) for i in tensors_in(a)]
-            device = _infer.common_device(items, self.plan.name not in _ACROSS_DEVICES)
-        if device is None:
-            return torch.device("cpu")
-        if self.kwargs.get("device") is not None:
+        if device is not None:
             require_devices(device.type)
-        indexed: torch.device = fake_tensor.indexed(device)
-        return indexed
+        else:
+            items = tensors_in((*self.encoded, *self.named.values()))
+            device = _infer.common_device(items, self.plan.name not in _ACROSS_DEVICES)
+        return torch.device("cpu") if device is None else fake_tensor.indexed(device)
+
+    def _fixed(self, grad: bool) -> tuple[list[Any], dict[str, Any]]:
+        """Replace by constants what lies in memory that is there: it may be changed at any time."""
+        there = {f._value for f in self.fakes if f._value.storage.memory is not None}
+        if not there:
+            return self.encoded, self.named
+        there -= {f._value for f in self.fakes if grad and f.requires_grad}
+
+        def fix(item: Any) -> Any:
+            return Const(_replay.materialize(item)) if item in there else item
+
+        views = self.plan.returns
+        args = [a if i in views else replace(a, fix) for i, a in enumerate(self.encoded)]
+        return args, {k: replace(a, fix) for k, a in self.named.items()}
 
     def _infer(self) -> Any:
         try:
@@ -119,21 +127,16 @@ class Outputs:
 
     def build(self, written: Any = ()) -> Any:
         """Return what the caller gets, and put the call on the tape."""
-        if any(getattr(r, "layout", torch.strided) != torch.strided for r in _flat(self.results)):
+        results, returns = self.results, self.plan.returns
+        if any(getattr(r, "layout", torch.strided) != torch.strided for r in flat(results)):
             return _eager.run(self.plan, self.args, self.kwargs)  # a tape is of dense memory
-        returns = self.plan.returns
-        single = not isinstance(self.results, (list, tuple))
-        results = (self.results,) if single else self.results
-        many = len(returns) == 1 and not single
-        if not returns:
-            made = None
-            self.made: list[Any] = []
-        else:
-            self.made = []
-            listed = [
-                self._output(returns[0] if many else returns[i], r) for i, r in enumerate(results)
-            ]
-            made = listed[0] if single else type(self.results)(listed) if many else tuple(listed)
+        made: Any = None
+        if not isinstance(results, (list, tuple)):
+            made = self._output(returns[0], results) if returns else None
+        elif len(returns) == 1:
+            made = type(results)(self._output(returns[0], r) for r in results)
+        elif returns:
+            made = tuple(map(self._output, returns, results))
         if self.op is not None:
             self._note(written)
         return made
@@ -141,33 +144,25 @@ class Outputs:
     def _output(self, origin: int | None, result: Any) -> Any:
         if isinstance(result, (list, tuple)):
             return [self._output(origin, r) for r in result]
-        if isinstance(result, Geometry):
-            shape = result.size
-        elif isinstance(result, torch.Tensor):
-            shape = result.shape
-        else:
-            self.made.append(None)
+        index = len(self.made)
+        self.made.append(None)
+        if not isinstance(result, (Geometry, torch.Tensor)):
             return result
-        if origin is not None:
-            name = self.plan.argument_names[origin]
-            source = self.args[origin] if origin < len(self.args) else self.kwargs[name]
-            if any(i == origin for i, _ in self.plan.writes):
-                self.made.append(None)
-                return self._written(source, tuple(shape))
-            base = source._value
-            geometry = _infer.located(result, base.geometry.device)
-            if self.plan.name == "as_strided" and base.storage:
-                _require_within(geometry, base.storage.root)
-            value = Value(base.storage, geometry, base, self.op, len(self.made))
-            self.made.append(None)
-            return self._wrap(value, result)
-        geometry = _infer.located(result, self.device)
-        if self.device.type == "meta":
-            self.made.append(None)
-            return _infer.meta_tensor(geometry)
-        storage = Storage(geometry) if self.op is not None else None
-        self.made.append(storage)
-        return self._wrap(Value(storage, geometry), result)
+        if origin is None:
+            geometry = _infer.located(result, self.device)
+            if self.device.type == "meta":
+                return _infer.meta_tensor(geometry)
+            if self.op is not None:
+                self.made[index] = Storage(geometry)
+            return self._wrap(Value(self.made[index], geometry), result)
+        source = self.plan.argument(self.plan.argument_names[origin], self.args, self.kwargs)
+        geometry = _infer.located(result, source.device)
+        if any(i == origin for i, _ in self.plan.writes):
+            return self._written(source, geometry.size)
+        base = source._value
+        if self.plan.name == "as_strided" and base.storage:
+            _require_within(geometry, base.storage.root)
+        return self._wrap(Value(base.storage, geometry, base, self.op, index), result)
 
     def _wrap(self, value: Value, result: Any) -> Any:
         if isinstance(result, torch.Tensor) and result.device.type == "meta":
@@ -175,7 +170,7 @@ class Outputs:
         self.values.append(value)
         return fake_tensor.wrap(value)
 
-    def _written(self, source: Any, shape: tuple[int, ...]) -> Any:
+    def _written(self, source: Any, shape: Any) -> Any:
         """Return a written argument; an ``out=`` of another shape gets new memory first."""
         if shape != tuple(source.shape) and source._value.storage is not None:
             old = source._value
@@ -197,24 +192,20 @@ class Outputs:
         op.made = self.made
         op.foreign = plan.foreign
         op.writes = [t._value for t in written]
-        items = [i for a in (*op.args, *op.kwargs.values()) for i in tensors_in(a)]
-        op.reads = [i for i in items if isinstance(i, Value)]
+        op.reads = _values((*op.args, *op.kwargs.values()))
         if plan.overwrites and len(op.writes) == 1:
             index, name = plan.writes[0]
             rest = [a for i, a in enumerate(op.args) if i != index]
             rest += [a for k, a in op.kwargs.items() if k != name]
-            others = [i for a in rest for i in tensors_in(a) if isinstance(i, Value)]
-            target = op.writes[0]
-            memory = target.storage
-            apart = memory is not None and all(v.storage is not memory for v in others)
-            if apart and _calls.covers(target) and memory is not None and not memory.graph:
+            others, target = _values(rest), op.writes[0]
+            if all(v.storage is not target.storage for v in others) and replaces(target):
                 op.reads, op.overwrites = others, True
         if plan.random and op.position is None:
-            _calls.note_draws(plan, op, self.args, self.kwargs, self.device)
+            note_draws(plan, op, self.args, self.kwargs, self.device)
         if op.grad:
-            _calls.note_graph(op, [*self.fakes, *self.reals], [*self.values, *op.writes])
-        for storage in self.made:
-            if storage is not None:
-                storage.writers.append(op)
-        for storage in written_by(op) - set(self.made):
+            note_graph(op, [*self.fakes, *self.reals], [*self.values, *op.writes])
+            if isinstance(self.args[0], list):
+                for tensor in written:
+                    autograd_hooks.count_write(tensor)
+        for storage in written_by(op):
             storage.writers.append(op)

@@ -18,19 +18,10 @@ from torchcompat import fake_tensor
 aten = torch.ops.aten
 
 # In place, without reading what was there, and writing all of it.
-_OVERWRITES = {
-    "zero_",
-    "fill_",
-    "copy_",
-    "normal_",
-    "uniform_",
-    "random_",
-    "bernoulli_",
-    "exponential_",
-    "cauchy_",
-    "log_normal_",
-    "geometric_",
-}
+_OVERWRITES = """
+    zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_
+    geometric_
+"""
 # New memory of a given shape, filled by one in-place operator: what the values depend on is then
 # the fill alone, never the tensor whose shape was asked for.
 _LIKES = {
@@ -52,8 +43,11 @@ _LIKES = {
     "normal": (aten.normal_.default, ("mean", "std")),
     "empty": None,
     "empty_strided": None,
+    "zeros": (aten.zero_.default, ()),
+    "ones": (aten.fill_.Scalar, (1,)),
+    "full": (aten.fill_.Scalar, ("fill_value",)),
 }
-_SIZED = {"empty", "rand", "randn", "randint", "normal"}
+_SIZED = {"empty", "zeros", "ones", "full", "rand", "randn", "randint", "normal"}
 _SIZED |= {"new_empty", "new_zeros", "new_ones", "new_full"}
 # The first argument's sizes and layout, though elements come from other places too.
 _KEEPS_SIZES = {"tril", "triu", "cumsum", "cumprod", "flip", "roll", "_softmax", "_log_softmax"}
@@ -83,31 +77,6 @@ def plan_for(func: Any) -> Plan:
 class Plan:
     """What the recorder needs to know of one overload."""
 
-    __slots__ = (
-        "argument_names",
-        "composite",
-        "draws",
-        "fill",
-        "foreign",
-        "fills",
-        "func",
-        "generator",
-        "hidden",
-        "inplace",
-        "is_like",
-        "name",
-        "overwrites",
-        "plain_empty",
-        "elementwise",
-        "keeps_sizes",
-        "random",
-        "sized",
-        "returns",
-        "tensors_only",
-        "views_metadata",
-        "writes",
-    )
-
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
@@ -125,7 +94,7 @@ class Plan:
         self.tensors_only = all("Tensor" in str(r.type) for r in schema.returns)
         self.inplace = self.writes == [(0, arguments[0].name)] if arguments else False
         self.overwrites = own and (
-            self.name in _OVERWRITES or (bool(self.writes) and self.writes[0][0] != 0)
+            self.name in _OVERWRITES.split() or (bool(self.writes) and self.writes[0][0] != 0)
         )
         rebinds = own and self.name in _REBINDS
         self.views_metadata = torch.Tag.inplace_view in func.tags or rebinds
@@ -139,7 +108,6 @@ class Plan:
         keeps = self.elementwise or (own and self.name in _KEEPS_SIZES)
         self.keeps_sizes = keeps and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
-        self.plain_empty = func is aten.empty.memory_format
         self.composite = fake_tensor.is_composite(func)
 
     def _is_elementwise(self, func: Any) -> bool:
@@ -190,6 +158,6 @@ def _fills(name: str, schema: Any) -> bool:
         return False
     if name == "normal":
         return bool(schema.overload_name == "float_float")
-    if name in ("full_like", "new_full", "randint_like"):
+    if name in ("full", "full_like", "new_full", "randint_like"):
         return all("Tensor" not in str(a.type) for a in schema.arguments[1:])
     return True

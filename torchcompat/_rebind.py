@@ -35,8 +35,7 @@ def rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 made = plan.func(made, *args[1:], **kwargs)
             return fix(fake, constant(made))
         if isinstance(source, FakeTensor):
-            base = source._value
-            return fix(fake, Value(base.storage, base.geometry, base))
+            return fix(fake, source._value.alias())
         return fix(fake, constant(plan.func(torch.empty_like(source), *args[1:], **kwargs)))
     handle = _infer.shadow(value).detach()
     with autograd_hooks.quiet():

@@ -5,8 +5,6 @@ operator is, in this order: run for real if no fake takes part; served by a shor
 plain factory or keeps its tensor's shape; run for real if it writes real memory; answered if its
 result is no tensor; and recorded otherwise. Recording an operator means: its outputs' geometry is
 inferred, the writes are noted with the storages, its draws with the generator's stream.
-
-Limits: a write through ``resize_`` that grows a storage is not seen by older views of it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from torchcompat import _calls, _eager, _infer, _outputs, _rebind, fake_tensor
-from torchcompat._calls import covers, new_op, note_draws, note_graph
+from torchcompat._calls import Tensors, new_op, note_draws, note_graph, replaces
 from torchcompat._plans import Plan, plan_for, plans
 from torchcompat._tape import SNAPSHOT_BYTES, Geometry, Storage, Value
 from torchcompat._thread import require_devices, thread
@@ -40,7 +38,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _fill(plan, first, args, kwargs)
         if func is aten.detach.default:
             return alias(first)
-    elif plan.plain_empty and thread.devices and not thread.pure:
+    elif plan.sized and thread.devices and not thread.pure and not isinstance(first, torch.Tensor):
         return _factory(plan, args, kwargs)
     if plan.composite:
         with thread.modes[-1] if thread.modes else contextlib.nullcontext():
@@ -53,10 +51,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": fakes[0].device}
     pure = [f._value.storage is None for f in fakes]
     if any(pure) and not (plan.is_like and all(pure)):
-        return _pure(plan, args, kwargs, all(pure) and (thread.pure or not thread.deferred))
+        allowed = all(pure) and (thread.pure or not thread.deferred)
+        return _pure(plan, args, kwargs, (fakes, reals), allowed)
     if plan.is_like:
         return _factory(plan, args, kwargs, fakes[0])
-    return record(plan, args, kwargs, fakes)
+    return record(plan, args, kwargs, (fakes, reals))
 
 
 def _is_fill(fake: Any, args: Any) -> bool:
@@ -82,7 +81,7 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _infer.check_fill(plan, value.geometry, args, kwargs)
     op = new_op(plan.func, (value, *args[1:]), kwargs, plan.name)
     op.writes = (value,)
-    if plan.overwrites and covers(value) and not storage.graph:
+    if plan.overwrites and replaces(value):
         op.overwrites = True
     else:
         op.reads = (value,)
@@ -96,8 +95,7 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def alias(fake: Any, apart: bool = False) -> Any:
     """Make a fake on the same memory, outside the graph; ``apart``: writes are not counted."""
-    base = fake._value
-    return fake_tensor.wrap(Value(base.storage, base.geometry, base, None, apart))
+    return fake_tensor.wrap(fake._value.alias(apart))
 
 
 def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) -> Any:
@@ -109,7 +107,7 @@ def _factory(plan: Plan, args: Any, kwargs: dict[str, Any], like: Any = None) ->
     if geometry is None:
         result = _infer.infer(*_shaping(plan, args, kwargs))
         if result.layout != torch.strided:
-            raise NotImplementedError(f"{plan.name} of a {result.layout} tensor cannot be deferred")
+            return _eager.run(plan, args, kwargs)  # a tape is of dense memory
         geometry = _infer.geometry_of(result, fake_tensor.indexed(device))
     if kwargs.get("pin_memory"):
         torch.empty(0, device="cpu").pin_memory()  # fails where eager fails
@@ -150,11 +148,13 @@ def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any
         return Geometry(tuple(like.shape), like.stride(), 0, dtype or like.dtype, device)
     if not plan.sized:
         return None
-    size = args[0] if plan.plain_empty else plan.argument("size", args, kwargs)
+    size = plan.argument("size", args, kwargs)
     if size and min(size) < 0:
         return None
     if dtype is None and like is not None:
         dtype = like.dtype
+    elif dtype is None and plan.name == "full":
+        dtype = torch.full((), plan.argument("fill_value", args, kwargs), device=_CPU).dtype
     elif dtype is None:
         dtype = torch.int64 if plan.name == "randint" else torch.get_default_dtype()
     return _infer.contiguous(size, dtype, device)
@@ -179,14 +179,14 @@ def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[An
             return _factory(plan, args, kwargs, reals[0])
         if not moved:
             return _eager.run(plan, args, kwargs)
-        return record(plan, args, kwargs, [])
+        return record(plan, args, kwargs, ([], reals))
     if plan.is_like and not plan.writes:
         return _factory(plan, args, kwargs)
     if not plan.tensors_only:
         return _eager.run(plan, args, kwargs)
     if thread.pure:
-        return _pure(plan, args, kwargs, True)
-    return record(plan, args, kwargs, [])
+        return _pure(plan, args, kwargs, ([], []), True)
+    return record(plan, args, kwargs, ([], []))
 
 
 def _lifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,18 +196,19 @@ def _lifted(tensor: torch.Tensor) -> torch.Tensor:
     return fake_tensor.wrap(_calls.constant(tensor))
 
 
-def _pure(plan: Plan, args: Any, kwargs: dict[str, Any], allowed: bool) -> Any:
+def _pure(plan: Plan, args: Any, kwargs: dict[str, Any], tensors: Tensors, allowed: bool) -> Any:
     """Serve an operator on fakes that have no tape."""
     if not allowed:
         raise ValueError(
             f"{plan.name} mixes a tensor made by fake_mode into a recording: it can have no values."
             " Make it inside deferred_init, or use fake_mode for all of them."
         )
-    return _outputs.Outputs(plan, args, kwargs, None).build()
+    return _outputs.Outputs(plan, args, kwargs, tensors, None).build()
 
 
-def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> Any:
+def record(plan: Plan, args: Any, kwargs: dict[str, Any], tensors: Tensors) -> Any:
     """Record an operator, or run it now where that is the only faithful thing."""
+    fakes, _ = tensors
     written = plan.written(args, kwargs)
     real_memory = [
         t for t in written if not isinstance(t, FakeTensor) or t._value.storage.memory is not None
@@ -221,7 +222,7 @@ def record(plan: Plan, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> A
     if all(r is None for r in plan.returns) and _all_real_and_large(fakes):
         return _eager.run(plan, args, kwargs)
     op = new_op(plan.func, (), {}, plan.name)
-    return _outputs.Outputs(plan, args, kwargs, op).build(written)
+    return _outputs.Outputs(plan, args, kwargs, tensors, op).build(written)
 
 
 def _all_real_and_large(fakes: list[Any]) -> bool:

@@ -1,8 +1,7 @@
 """From a schedule to real tensors: run, release, give out.
 
-Every run works on new memory. Memory that is no target is released at its last use; what a target
-lies on becomes permanent. Groups of operators that share no memory may run on several threads, each
-with a generator of its own that is moved to where every operator starts drawing.
+What a target lies on becomes permanent. Groups of operators that share no memory may run on several
+threads, each with a generator of its own that is moved to where every operator starts drawing.
 """
 
 from __future__ import annotations

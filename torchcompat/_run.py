@@ -14,7 +14,7 @@ import torch
 from torchcompat import fake_tensor
 from torchcompat._random import streams
 from torchcompat._schedule import Schedule, read_by, require_hardware, written_by
-from torchcompat._tape import Op, Storage, Value, replace
+from torchcompat._tape import Op, Storage, Value, flat, replace
 
 _ERRORS = (IndexError, NotImplementedError, TypeError, ValueError)
 
@@ -117,14 +117,14 @@ class Run:
     def _view(self, value: Value, base: torch.Tensor) -> torch.Tensor:
         op = value.op
         if op is None:
-            return base.data if value.index else base.detach()
+            return base.data if value.apart else base.detach()
         lasting = self.schedule.lasting(value)
         known: dict[Any, torch.Tensor] = {value.parent: base}
         if lasting:
             known.update(self._leaves(op))
         args, kwargs = self._arguments(op, known)
         with torch.set_grad_enabled(op.grad and lasting):
-            made: torch.Tensor = _flat(op.func(*args, **kwargs))[value.index]
+            made: torch.Tensor = flat(op.func(*args, **kwargs))[value.index]
         if _in_graph(made) and value.real is None:
             value.real = made
         return made
@@ -167,7 +167,7 @@ class Run:
         except Exception as error:
             kind = type(error) if type(error) in _ERRORS else RuntimeError
             raise kind(f"could not materialise: {op.describe()}: {error}") from error
-        for storage, tensor in zip(op.made, _flat(result)):
+        for storage, tensor in zip(op.made, flat(result)):
             if storage is not None:
                 self.roots[storage] = tensor
                 self._keep_shared(op, tensor)
@@ -234,12 +234,6 @@ def _in_graph(tensor: torch.Tensor) -> bool:
         return True
 
 
-def _flat(result: Any) -> list[Any]:
-    if isinstance(result, (list, tuple)):
-        return [r for item in result for r in _flat(item)]
-    return [result]
-
-
 def as_leaf(
     value: Value,
     cls: type,
@@ -251,8 +245,8 @@ def as_leaf(
     if leaf is None:
         leaf = fake_tensor.subclass(cls, tensor, True)
     else:
-        before = leaf.data
-        if move(leaf, tensor):
+        before = move(leaf, tensor)
+        if before is not None:
             moved.setdefault(leaf, before)
     link: Value | None = value
     while link is not None:
@@ -269,10 +263,16 @@ def leaf_of(value: Value | None) -> torch.Tensor | None:
     return None
 
 
-def move(leaf: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Give a leaf the memory that its ``.data`` was, or became; tell whether that is a change."""
-    same = leaf.data_ptr() == tensor.data_ptr() and leaf.dtype == tensor.dtype
-    if same and (leaf.shape, leaf.stride()) == (tensor.shape, tensor.stride()):
-        return False
+def move(leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Give a leaf the memory that its ``.data`` was, or became; return the old, if another."""
+
+    def place(t: torch.Tensor) -> Any:
+        return t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_inference()
+
+    if place(leaf) == place(tensor):
+        return None
+    before = leaf.data
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        leaf.requires_grad_(False)  # as it was when that happened
     leaf.data = tensor
-    return True
+    return before

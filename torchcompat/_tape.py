@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import Any, Callable, ClassVar, Iterator, Sequence
+from typing import Any, Callable, ClassVar, Iterable, Sequence
 
 import torch
 
@@ -123,6 +123,7 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "apart",
         "finished",
         "former",
         "geometry",
@@ -141,18 +142,23 @@ class Value:
         parent: Value | None = None,
         op: Op | None = None,
         index: int = 0,
+        apart: bool = False,
     ) -> None:
         self.storage = storage
         self.geometry = geometry
         self.parent = parent
-        self.op = op  # what made a view of its parent; None: detach, or ``.data``
-        self.index = index  # which of that operator's outputs; without one, 1 for ``.data``
+        self.op = op  # what made a view of its parent; None: an alias outside the graph
+        self.index = index  # which of that operator's outputs
+        self.apart = apart  # whether writes through it go uncounted, as through ``.data``
         self.meta: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
-        self.former: Value | None = (
-            None  # what its tensor, a leaf of a graph, was before ``.data =``
-        )
+        # What its tensor, a leaf of a graph, was before ``.data =``.
+        self.former: Value | None = None
         self.finished = False  # whether ``real`` is the object that was given out
+
+    def alias(self, apart: bool = False) -> Value:
+        """Make a handle on the same memory, outside the graph."""
+        return Value(self.storage, self.geometry, self, apart=apart)
 
     @property
     def first(self) -> Value:
@@ -169,7 +175,7 @@ class Op:
     name = ""
     reads: Sequence[Value] = ()
     writes: Sequence[Value] = ()
-    made: Sequence[Storage] = ()  # storages this call allocates, in the order of its outputs
+    made: Sequence[Storage | None] = ()  # storages this call allocates, in the order of its outputs
     seen: Sequence[tuple[Storage, int]] = ()  # versions of memory that was there already
     overwrites = False  # its one written storage is written whole and not read
     grad = False
@@ -275,13 +281,15 @@ def _checksums(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return rows.sum(0), rows.sum(1), words[square:].clone(), flat[whole:].clone()
 
 
-def tensors_in(arg: Any) -> Iterator[Any]:
-    """Yield the values and constants of a recorded argument, lists of them included."""
-    if isinstance(arg, (Value, Const)):
-        yield arg
-    elif isinstance(arg, list):
-        for item in arg:
-            yield from tensors_in(item)
+def tensors_in(args: Iterable[Any]) -> list[Any]:
+    """List the values and constants among recorded arguments, lists of them included."""
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, (Value, Const)):
+            found.append(arg)
+        elif isinstance(arg, list):
+            found.extend(tensors_in(arg))
+    return found
 
 
 def replace(arg: Any, change: Callable[[Any], Any]) -> Any:
@@ -291,3 +299,10 @@ def replace(arg: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(arg, list):
         return [replace(item, change) for item in arg]
     return arg
+
+
+def flat(result: Any) -> list[Any]:
+    """List the results of a call, those in lists and tuples included."""
+    if isinstance(result, (list, tuple)):
+        return [r for item in result for r in flat(item)]
+    return [result]

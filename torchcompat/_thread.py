@@ -179,7 +179,7 @@ def settle() -> None:
     """Give every generator that this thread moved its true state."""
     while thread.generators:
         _, generator = thread.generators.popitem()
-        with paused():
+        with autograd_hooks.paused():
             streams.settle(generator)
 
 
@@ -192,13 +192,3 @@ def faking(recorder: Any, cuda: bool) -> Iterator[None]:
             yield
     finally:
         thread.pure = pure
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Run operators for real, past every mode."""
-    guard = autograd_hooks.past_dispatch()
-    try:
-        yield
-    finally:
-        del guard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Iterator
 
-from torchcompat import _handles, _infer, _thread, fake_tensor
+from torchcompat import _handles, _infer, _thread, autograd_hooks, fake_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,6 @@ def meta_like(fake: torch.Tensor) -> torch.Tensor:
     """
     if not fake_tensor.is_fake(fake):
         raise ValueError(f"meta_like needs a fake tensor, not {type(fake).__name__}")
-    with _thread.paused():
+    with autograd_hooks.paused():
         made = _infer.meta_tensor(fake._value.geometry)
         return made.requires_grad_(fake.requires_grad)

@@ -511,6 +511,9 @@ class Writer:
         try:
             line = self.rules.run(line, self.space)
         except Exception as error:
+            found = _OUTPUTS.search(line)
+            if found:  # it has its new size by now, and no memory for it
+                self.space.pop(found[1], None)
             if template in READS or _VALUE_ERROR.search(line):
                 return
             if not MUST_FAIL.search(str(error)) or self.rnd.randrange(4):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from torchcompat import _gate
 
-LADDER: _gate.Ladder = ((1, 13), (2, 0), (2, 3), (2, 4), (2, 12))
+LADDER: _gate.Ladder = ((1, 13), (2, 0), (2, 1), (2, 3), (2, 4), (2, 12))
 
 if TYPE_CHECKING:  # every rung changes what the floor offers
     from torchcompat.autograd_hooks.since_1_13 import *  # noqa: F403
@@ -123,6 +123,11 @@ def above() -> Iterator[None]:
         yield
 
 
-def past_dispatch() -> Any:
-    """Return a guard: while it lives, operators of this thread do not reach Python."""
-    return torch._C._DisableTorchDispatch()
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Run operators for real, past every mode."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        yield
+    finally:
+        del guard

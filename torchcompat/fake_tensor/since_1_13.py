@@ -341,7 +341,9 @@ def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
 
 def refit(fake: FakeTensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
-    with torch.inference_mode(fake.is_inference()), torch.no_grad():
+    storage = value.storage
+    inference = fake.is_inference() if storage is None else storage.inference
+    with torch.inference_mode(inference), torch.no_grad():
         like = wrap(value)
         if torch._has_compatible_shallow_copy_type(fake, like):
             _data.__set__(fake, like)
