@@ -286,6 +286,62 @@ def _leaf_that_became_integers():
     return {"weight": module.weight}
 
 
+def _detached_in_place():
+    a, b = (nn.Parameter(torch.rand(4)) for _ in range(2))
+    cut, again = a * b, a + b
+    for tensor in (cut, again):
+        tensor.detach_()
+    again.mul_(b)
+    return {"a": a, "b": b, "cut": cut, "product": b * cut, "again": again}
+
+
+def _history_and_graph_of_given_memory():
+    given = torch.bernoulli(torch.full((3,), 0.5))
+    ordered, filled = given.sort(-1)[0], torch.zeros(3)
+    doubled = filled * 2
+    for tensor in (given, filled):
+        tensor.numpy()[...] = 2
+        tensor.requires_grad_()
+    joined = torch.cat([ordered, given]) + torch.cat([doubled, filled])
+    return {"joined": joined, "ordered": ordered, "given": given, "filled": filled}
+
+
+def _leaf_that_a_view_moves():
+    module = nn.LayerNorm(4)
+    module.weight.data = torch.full((1,), 0.5)
+    scalar = module.weight.squeeze()
+    module.half()
+    return {"module": module, "scalar": scalar, "product": module.weight * scalar}
+
+
+def _views_of_one_alias():
+    base = torch.randn(6)
+    inner = base.data.view(-1)[1:5]
+    square = inner.view(2, 2)
+    base.requires_grad_()
+    square.add_(base[5])
+    return {"inner": inner, "square": square, "base": base}
+
+
+def _one_of_several_views():
+    base = torch.rand(6, 3)
+    first, second = base.split(3)
+    weight = nn.Parameter(torch.rand(6, 3))
+    upper, _ = weight.split(3)
+    with torch.no_grad():
+        upper.fill_(-1)
+        first.fill_(2)
+    return {"base": base, "first": first, "second": second, "weight": weight}
+
+
+def _set_to_itself():
+    base = torch.rand(3, 4)
+    wide = base.expand(3, 3, 4)
+    base.set_(base)
+    base.sub_(nn.Parameter(torch.rand(4)))
+    return {"wide": wide}
+
+
 @pytest.mark.parametrize(
     "construct",
     [
@@ -323,6 +379,12 @@ def _leaf_that_became_integers():
         ),
         _inference_tensors_that_data_made_plain,
         _leaf_that_became_integers,
+        _detached_in_place,
+        _history_and_graph_of_given_memory,
+        _leaf_that_a_view_moves,
+        _views_of_one_alias,
+        _one_of_several_views,
+        _set_to_itself,
     ],
     ids=lambda construct: construct.__name__.strip("_"),
 )

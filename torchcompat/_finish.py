@@ -120,9 +120,9 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     grad = fake.requires_grad
     if type(real) is not cls:
         real = fake_tensor.subclass(cls, real, grad)
-    elif not real.is_leaf and _is_leaf(fake) and not _foreign(fake):
+    elif not _is_leaf(real) and _is_leaf(fake) and not _foreign(fake):
         real = real.detach()
-    if real.is_leaf and real.requires_grad != grad:
+    if _is_leaf(real) and real.requires_grad != grad:
         with torch.inference_mode(real.is_inference()):
             real.requires_grad_(grad)
     autograd_hooks.hand_over(fake, real)
@@ -132,10 +132,10 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     return real
 
 
-def _is_leaf(fake: Any) -> bool:
+def _is_leaf(tensor: Any) -> bool:
     try:
-        return bool(fake.is_leaf)
-    except RuntimeError:  # a view whose base left the graph: torch cannot say for tensor subclasses
+        return bool(tensor.is_leaf)
+    except RuntimeError:  # of some views that were written to, or whose base was, torch cannot say
         return False
 
 

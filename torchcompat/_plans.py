@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchcompat import fake_tensor
+from torchcompat import autograd_hooks
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ class Plan:
         keeps = self.elementwise or (own and self.name in _KEEPS_SIZES)
         self.keeps_sizes = keeps and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
-        self.composite = fake_tensor.is_composite(func)
+        self.composite = autograd_hooks.is_composite(func)
 
     def _is_elementwise(self, func: Any) -> bool:
         """Tell whether every element of the one result comes from its own place alone."""

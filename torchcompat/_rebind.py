@@ -35,7 +35,7 @@ def rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 made = plan.func(made, *args[1:], **kwargs)
             return fix(fake, constant(made))
         if isinstance(source, FakeTensor):
-            return fix(fake, source._value.alias())
+            return fake if source is fake else fix(fake, source._value.alias())
         return fix(fake, constant(plan.func(torch.empty_like(source), *args[1:], **kwargs)))
     handle = _infer.shadow(value).detach()
     with autograd_hooks.quiet():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchcompat import _calls, _eager, _infer, _outputs, _rebind, fake_tensor
+from torchcompat import _calls, _eager, _infer, _outputs, _rebind, autograd_hooks, fake_tensor
 from torchcompat._calls import Tensors, new_op, note_draws, note_graph, replaces
 from torchcompat._plans import Plan, plan_for, plans
 from torchcompat._tape import SNAPSHOT_BYTES, Geometry, Storage, Value
@@ -42,7 +42,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _factory(plan, args, kwargs)
     if plan.composite:
         with thread.modes[-1] if thread.modes else contextlib.nullcontext():
-            return fake_tensor.decompose(func, args, kwargs)
+            return autograd_hooks.decompose(func, args, kwargs)
     fakes, reals = _calls.tensors(args, kwargs)
     if not fakes:
         return _without_fakes(plan, args, kwargs, reals)

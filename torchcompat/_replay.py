@@ -85,6 +85,7 @@ def _run_all(
     for op in ordered:  # what has to run to know where another starts runs here, under the lock
         if op.position is not None:
             op.position.origin.state()
+    main.run([op for part in serial for op in part], report)  # some change what all threads see
     jobs = [(Run(schedule), chunk) for chunk in chunks]
 
     def work(job: tuple[Run, list[Op]]) -> None:
@@ -93,7 +94,6 @@ def _run_all(
 
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(work, job) for job in jobs]
-        main.run([op for part in serial for op in part], report)
         for future in running:
             future.result()
     owners = dict.fromkeys(schedule.permanent, main)
@@ -146,19 +146,18 @@ def _give_out(schedule: Schedule, owners: dict[Storage, Run]) -> None:
         made.memory = root
         made.known = None
         made.since = now()
-    rest = Run(schedule)
+    rest = Run(schedule, outside=True)
     for value in sorted(schedule.targets, key=lambda v: v.op.seq if v.op else 0):
         storage = value.storage
         assert storage is not None
         assert storage.memory is not None
-        if storage not in owners:
-            schedule.given.add(storage)
         if value.real is None:
             value.real = owners.get(storage, rest).handle(value)
         storage.version = stamp(storage)
     ends: dict[torch.Tensor, torch.Tensor] = {}
     for run in {id(r): r for r in (*owners.values(), rest)}.values():
         ends.update(run.moved)
+        run.remember_graphs()
     for value in schedule.targets:
         latest = leaf_of(value.former)
         if latest is not None:

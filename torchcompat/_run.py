@@ -7,7 +7,8 @@ leaf, which has at each operator the memory it had when that was recorded.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import contextlib
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -22,14 +23,18 @@ _ERRORS = (IndexError, NotImplementedError, TypeError, ValueError)
 class Run:
     """Some operators of a schedule on their way, and the memory they run on."""
 
-    def __init__(self, schedule: Schedule, keep: Storage | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, keep: Storage | None = None, outside: bool = False
+    ) -> None:
         self.schedule = schedule
         self.keep = keep
+        self._outside = self if outside else Run(schedule, outside=True)  # of what was given out
         self.roots: dict[Storage, torch.Tensor] = {}
         self.final_state: torch.Tensor | None = None
         self._held: dict[Value, torch.Tensor] = {}
         self._by_storage: dict[Storage, list[Value]] = {}
-        self.moved: dict[torch.Tensor, torch.Tensor] = {}  # leaves, and where they were before
+        # Leaves, and where they were before.
+        self.moved: dict[torch.Tensor, torch.Tensor] = {} if outside else self._outside.moved
         self._lent: dict[Storage | None, torch.Tensor] = {}
         self._spare: torch.Tensor | None = None  # memory that was lent and is free again
         self._cursors: dict[torch.device, streams.Cursor] = {}
@@ -63,7 +68,7 @@ class Run:
         chain = []
         while value not in self._held and value.parent is not None:
             real = value.real
-            if real is not None and _in_graph(real) and self.schedule.lasting(value):
+            if real is not None and _in_graph(real) and self._lasting(value):
                 self._hold(value, real)
                 break
             chain.append(value)
@@ -85,9 +90,7 @@ class Run:
 
     def root(self, storage: Storage) -> torch.Tensor:
         """Return the memory of a storage, allocating it if nothing has."""
-        tensor = self.roots.get(storage)
-        if tensor is None and storage in self.schedule.given:
-            tensor = storage.memory
+        tensor = storage.memory if self._outside is self else self.roots.get(storage)
         if tensor is None:
             require_hardware(storage.root)
             with torch.inference_mode(storage.inference):
@@ -118,16 +121,24 @@ class Run:
         op = value.op
         if op is None:
             return base.data if value.apart else base.detach()
-        lasting = self.schedule.lasting(value)
+        lasting = self._lasting(value)
         known: dict[Any, torch.Tensor] = {value.parent: base}
         if lasting:
             known.update(self._leaves(op))
         args, kwargs = self._arguments(op, known)
         with torch.set_grad_enabled(op.grad and lasting):
             made: torch.Tensor = flat(op.func(*args, **kwargs))[value.index]
-        if _in_graph(made) and value.real is None:
-            value.real = made
         return made
+
+    def _lasting(self, value: Value) -> bool:
+        """Tell whether a value's memory here is the one that is given out."""
+        return self._outside is self or value.storage in self.schedule.permanent
+
+    def remember_graphs(self) -> None:
+        """Note which tensors others that are given out later have to start from."""
+        for value, tensor in self._held.items():
+            if value.real is None and self._lasting(value) and _in_graph(tensor):
+                value.real = tensor
 
     def _arguments(
         self, op: Op, known: dict[Any, torch.Tensor]
@@ -136,7 +147,7 @@ class Run:
             if item in known:
                 return known[item]
             if isinstance(item, Value):
-                return self.handle(item)
+                return self._source(op, item).handle(item)
             if item.changed():
                 raise RuntimeError(
                     f"{op.describe()} recorded a real tensor of shape {tuple(item.tensor.shape)} "
@@ -152,6 +163,8 @@ class Run:
     def _execute(self, op: Op) -> None:
         """Run one operator and take its results."""
         extending = op.seq in self.schedule.extending
+        for value in op.reads if extending else ():  # views may move their leaves
+            self._source(op, value).handle(value)
         args, kwargs = self._arguments(op, self._leaves(op) if extending else {})
         for storage in op.made:
             if storage is not None and not fake_tensor.hardware(storage.root.device.type):
@@ -181,7 +194,12 @@ class Run:
 
     def _leaves(self, op: Op) -> dict[Any, torch.Tensor]:
         """Return the objects that are given out, as leaves of the graph ``op`` extends."""
-        return {v: as_leaf(v, cls, self.handle, self.moved) for v, cls in op.leaves}
+        return {v: as_leaf(v, cls, self._source(op, v).handle, self.moved) for v, cls in op.leaves}
+
+    def _source(self, op: Op, value: Value) -> Run:
+        """Return the run on whose memory an operator finds a value."""
+        given = (op.seq, value.storage) in self.schedule.given
+        return self._outside if given else self
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -201,30 +219,19 @@ class Run:
         return result
 
 
-class _as_recorded:  # noqa: N801
+@contextlib.contextmanager
+def _as_recorded(op: Op, graph: bool) -> Iterator[None]:
     """Restore what was true of the thread when an operator was recorded."""
-
-    def __init__(self, op: Op, graph: bool) -> None:
-        self._op = op
-        self._grad = op.grad and graph
-
-    def __enter__(self) -> None:
-        op = self._op
-        self._dtype = torch.get_default_dtype()
-        if op.default_dtype is not None and op.default_dtype != self._dtype:
-            torch.set_default_dtype(op.default_dtype)
-        self._inference = torch.inference_mode(True) if op.inference else None
-        if self._inference:
-            self._inference.__enter__()
-        self._before = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad)
-
-    def __exit__(self, *exc: Any) -> None:
-        torch.set_grad_enabled(self._before)
-        if self._inference:
-            self._inference.__exit__(*exc)
-        if torch.get_default_dtype() != self._dtype:
-            torch.set_default_dtype(self._dtype)
+    dtype = torch.get_default_dtype()
+    wanted = op.default_dtype or dtype
+    if wanted != dtype:  # all threads have the same
+        torch.set_default_dtype(wanted)
+    try:
+        with torch.inference_mode(op.inference), torch.set_grad_enabled(op.grad and graph):
+            yield
+    finally:
+        if wanted != dtype:
+            torch.set_default_dtype(dtype)
 
 
 def _in_graph(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ class Schedule:
         self.targets: dict[Value, None] = {}
         self.ops: dict[int, Op] = {}
         self.permanent: dict[Storage, None] = {}
-        self.given: set[Storage] = set()  # provided from the memory given out earlier
+        self.given: set[tuple[int, Storage]] = set()  # who reads what was given out earlier
         self.extending: set[int] = set()  # operators that build a graph here, by number
         self._seen: set[tuple[Storage, int]] = set()
         self._states: list[tuple[Storage, int]] = []  # storages, and after how many writes
@@ -108,7 +108,7 @@ class Schedule:
             assert storage is not None
             if storage.memory is not None and op.seq > storage.since:
                 self._unchanged(op, dict(op.seen).get(storage), storage)
-                self.given.add(storage)
+                self.given.add((op.seq, storage))
             elif not self._given_out(op, value):
                 self._states.append((storage, _writers_before(storage, op.seq)))
 
@@ -131,7 +131,7 @@ class Schedule:
             return False
         late = len(storage.writers) != _writers_before(storage, op.seq)
         self._unchanged(op, None if late else storage.version, storage)
-        self.given.add(storage)
+        self.given.add((op.seq, storage))
         return True
 
     def _unchanged(self, op: Op, version: int | None, storage: Storage) -> None:
@@ -142,10 +142,6 @@ class Schedule:
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and "
                 "then changed. Materialise the two together, for example with materialize_module."
             )
-
-    def lasting(self, value: Value) -> bool:
-        """Tell whether a value's memory here is the one that is given out."""
-        return value.storage in self.permanent or value.storage in self.given
 
     # Ordering.
 
@@ -183,6 +179,8 @@ class Schedule:
                 last_graph[leaf] = seq
             written = written_by(op)
             for storage in read_by(op) - written:
+                if (seq, storage) in self.given:
+                    continue
                 if storage in last_write:
                     needs.append(last_write[storage])
                 readers.setdefault(storage, []).append(seq)
@@ -241,7 +239,7 @@ def components(schedule: Schedule, ordered: list[Op]) -> list[list[Op]]:
 
     for op in ordered:
         for storage in read_by(op) | written_by(op):
-            if storage not in schedule.given:
+            if (op.seq, storage) not in schedule.given:
                 group[find(storage)] = find(op.seq)
     parts: dict[object, list[Op]] = {}
     for op in ordered:

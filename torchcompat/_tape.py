@@ -211,11 +211,12 @@ class Const:
     the memory's 64-bit words by row and by column), which see writes through numpy and ``.data``.
     """
 
-    __slots__ = ("__weakref__", "_mark", "_version", "tensor")
+    __slots__ = ("__weakref__", "_graded", "_mark", "_version", "tensor")
     watched: ClassVar[dict[int, list[Any]]] = {}
 
     def __init__(self, tensor: torch.Tensor, keep: bool = False) -> None:
         self._version = -1
+        self._graded = keep
         self._mark: tuple[torch.Tensor, ...] | None = None
         small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES
         if small and not keep:
@@ -233,7 +234,7 @@ class Const:
         """Tell whether the tensor is not what it was when it was recorded."""
         if self._version < 0:
             return False
-        if self._version != version_of(self.tensor):
+        if self._version != version_of(self.tensor) or self._graded > self.tensor.requires_grad:
             return True
         now = _checksums(self.tensor)
         return now is not None and not all(map(torch.equal, now, self._mark or ()))

@@ -17,7 +17,12 @@ which makes this a list of what the fuzz does not look for:
   deleted, with the modules that hold it;
 - after the construction, `.data =` and `set_` on what may be a real tensor: they would hand torch
   itself a fake, and no Python code is asked;
-- `copy_` of an empty tensor of another shape and dtype, which kills the process on torch 1.13;
+- after the construction, writes through `.data` or `numpy()` into what a graph has saved: eager
+  gradients then come from the new values, and no version counter tells;
+- tensors of inference mode that require grad: kernels that copy give them a graph, others do not;
+- `out=` of another size, where others share its memory: they disagree on its size;
+- `copy_` from another shape and dtype, which reads what is not there on torch 1.13;
+- `torch.normal` of means that are integers, which 2.1 and later accept where there are none;
 - errors that depend on the values in an index: they come when the values do.
 """
 
@@ -339,6 +344,8 @@ _REBINDS = re.compile(
 )
 _OUTPUTS = re.compile(r"out=([\w.]+)\)")
 _COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
+_UNCOUNTED = re.compile(r"([\w.]+)\.(?:data(?=[.\[].*(?:_\(| = ))|numpy\(\)\[)")
+_NORMAL = re.compile(r"torch\.normal\(([\w.]+),")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
 ACCIDENT = "  # an accident"
@@ -377,9 +384,19 @@ class Rules:
         found = _COPIES.search(line)
         if found:
             return _kills(found, space)
+        if "inference_mode" in line and "requires_grad=True" in line:
+            return True
+        found = _NORMAL.search(line)
+        if found:
+            return not eval(found[1], space).is_floating_point()
         found = _OUTPUTS.search(line)
-        if found:  # its size may change: torch deprecates that, and views then disagree
-            return bool(eval(found[1], space)._is_view())
+        if found:  # its size may change, which torch deprecates
+            memory = _storage(eval(found[1], space))
+            others = {id(t): t for value in space.values() for t in _tensors(value)}
+            return [_storage(t) for t in others.values()].count(memory) > 1
+        found = _UNCOUNTED.search(line) if self.after else None
+        if found:
+            return _storage(eval(found[1], space)) in _saved(space)
         found = _REBINDS.search(line)
         if not found:
             return False
@@ -441,10 +458,10 @@ def bare(line: str) -> str:
 
 
 def _kills(found: re.Match[str], space: dict[str, Any]) -> bool:
-    """Tell whether a copy would end the process on torch 1.13."""
+    """Tell whether a copy would read what is not there on torch 1.13."""
     try:
         target, source = (eval(found[k], space) for k in (1, 2))
-        return source.numel() == 0 and (target.shape, target.dtype) != (source.shape, source.dtype)
+        return target.shape != source.shape and target.dtype != source.dtype
     except Exception:
         return False  # no tensors
 
@@ -464,6 +481,30 @@ def _is_leaf(tensor: torch.Tensor) -> bool | None:
         return tensor.is_leaf
     except RuntimeError:  # one of several views that was written to: eager torch refuses to say
         return None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Give what tells a tensor's memory from all other."""
+    untyped = getattr(tensor, "untyped_storage", lambda: tensor.storage()._storage)()
+    return int(untyped._cdata)
+
+
+def _saved(space: dict[str, Any]) -> set[int]:
+    """Give the memory that the graphs of live tensors have saved for backward."""
+    found: set[int] = set()
+    nodes = [t.grad_fn for v in space.values() for t in _tensors(v) if _is_leaf(t) is False]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                held = getattr(node, name)
+                held = held if isinstance(held, (list, tuple)) else [held]
+                found.update(_storage(t) for t in held if isinstance(t, torch.Tensor))
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

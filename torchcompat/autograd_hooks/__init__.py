@@ -131,3 +131,14 @@ def paused() -> Iterator[None]:
         yield
     finally:
         del guard
+
+
+def is_composite(func: Any) -> bool:
+    """Tell whether an overload is defined by others (seen only where autograd is off)."""
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def decompose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a composite overload as torch defines it for eager tensors, in C++."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)

@@ -115,6 +115,14 @@ class FakeTensor(torch.Tensor):
             result.__class__ = type(self)
         return result
 
+    def detach_(self) -> Any:
+        """Leave the graph, in place."""
+        cut = self.requires_grad and not self.is_leaf
+        super().detach_()
+        if cut:
+            _recorder.cut(self)
+        return self
+
     def as_subclass(self, cls: type) -> Any:
         """Give an alias that reports ``cls`` as one of its classes."""
         result: torch.Tensor = super().view_as(self) if torch.is_grad_enabled() else self.data
@@ -306,17 +314,6 @@ def subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> torch.Tens
             made = tensor if tensor._is_view() and tensor.is_leaf else tensor.detach()
             return made.requires_grad_(requires_grad)
         return torch.Tensor._make_subclass(cls, tensor.detach(), requires_grad)
-
-
-def is_composite(func: Any) -> bool:
-    """Tell whether an overload is defined by others (seen only where autograd is off)."""
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
-
-
-def decompose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a composite overload as torch defines it for eager tensors, in C++."""
-    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def seal(fake: torch.Tensor) -> None:
