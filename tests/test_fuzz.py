@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 
 import pytest
 import torch
@@ -342,6 +343,27 @@ def _set_to_itself():
     return {"wide": wide}
 
 
+def _set_to_what_is_written_later():
+    weight, source, empty = nn.Parameter(torch.rand(3)), torch.rand(3), torch.empty(())
+    part = torch.empty(())
+    empty.set_(source)
+    part.set_(source, 1, (2,), (1,))
+    product = weight * empty + weight[:2].sum() * part.sum()
+    source.tanh_()
+    return {"weight": weight, "product": product, "empty": empty, "part": part}
+
+
+def _sizes_of_nothing():
+    with torch.no_grad():
+        out = torch.randn(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # out= of another size
+            torch.mul(torch.rand(3, 2).t(), 2, out=out)
+    column = torch.empty(0, 2)[:, 1]
+    column.unsqueeze_(0)
+    return {"out": out, "column": column}
+
+
 @pytest.mark.parametrize(
     "construct",
     [
@@ -385,6 +407,8 @@ def _set_to_itself():
         _views_of_one_alias,
         _one_of_several_views,
         _set_to_itself,
+        _set_to_what_is_written_later,
+        _sizes_of_nothing,
     ],
     ids=lambda construct: construct.__name__.strip("_"),
 )

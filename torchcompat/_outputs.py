@@ -6,17 +6,19 @@ recorded like any other. Sparse results are computed for real: a tape is of dens
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchcompat import _eager, _infer, _rebind, _replay, autograd_hooks, fake_tensor
 from torchcompat._calls import Tensors, encode, note_draws, note_graph, replaces
-from torchcompat._plans import Plan, plan_for
 from torchcompat._random import streams
 from torchcompat._schedule import written_by
 from torchcompat._tape import Const, Geometry, Op, Storage, Value, flat, replace, tensors_in
 from torchcompat._thread import require_devices
+
+if TYPE_CHECKING:
+    from torchcompat._plans import Plan
 
 _NO_KERNEL = (NotImplementedError, AssertionError, ImportError)
 _SMALL = 1 << 26  # bytes that may be computed to find out why a shape could not be inferred
@@ -30,7 +32,7 @@ def _values(args: Any) -> list[Value]:
 
 def _require_within(g: Geometry, root: Geometry) -> None:
     """Refuse a view that reaches beyond its memory, as torch does."""
-    if g.numel and g.nbytes > root.nbytes:
+    if not g.fits(root):
         raise RuntimeError(
             f"sizes {list(g.size)}, strides {list(g.stride)}, storage offset {g.offset} need a "
             f"storage of {g.nbytes} bytes, which is out of bounds for storage of size {root.nbytes}"
@@ -158,7 +160,7 @@ class Outputs:
         source = self.plan.argument(self.plan.argument_names[origin], self.args, self.kwargs)
         geometry = _infer.located(result, source.device)
         if any(i == origin for i, _ in self.plan.writes):
-            return self._written(source, geometry.size)
+            return self._written(source, geometry)
         base = source._value
         if self.plan.name == "as_strided" and base.storage:
             _require_within(geometry, base.storage.root)
@@ -170,19 +172,14 @@ class Outputs:
         self.values.append(value)
         return fake_tensor.wrap(value)
 
-    def _written(self, source: Any, shape: Any) -> Any:
+    def _written(self, source: Any, geometry: Geometry) -> Any:
         """Return a written argument; an ``out=`` of another shape gets new memory first."""
-        if shape != tuple(source.shape) and source._value.storage is not None:
+        if geometry.size != tuple(source.shape):
             old = source._value
-            _rebind.rebind(plan_for(torch.ops.aten.resize_.default), (source, list(shape)), {})
-            value = source._value
-            assert self.op is not None
-
-            def renewed(item: Any) -> Any:
-                return value if item is old else item
-
-            self.named = {k: replace(v, renewed) for k, v in self.named.items()}
-            self.op.kwargs = self.named
+            new = _rebind.lay(source, geometry)._value
+            if self.op is not None:
+                given = self.named.items()
+                self.op.kwargs = {k: replace(v, lambda i: new if i is old else i) for k, v in given}
         return source
 
     def _note(self, written: Any) -> None:

@@ -35,22 +35,27 @@ def rebind(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 made = plan.func(made, *args[1:], **kwargs)
             return fix(fake, constant(made))
         if isinstance(source, FakeTensor):
-            return fake if source is fake else fix(fake, source._value.alias())
+            return fake if source is fake else fix(fake, source._value.alias(apart=True))
         return fix(fake, constant(plan.func(torch.empty_like(source), *args[1:], **kwargs)))
     handle = _infer.shadow(value).detach()
     with autograd_hooks.quiet():
         handle = plan.func(handle, *(_infer.to_meta(a) for a in args[1:]), **kwargs)
-    g = _infer.geometry_of(handle, value.geometry.device)
+    return lay(fake, _infer.geometry_of(handle, value.geometry.device))
+
+
+def lay(fake: Any, g: Geometry) -> Any:
+    """Give a handle other sizes and strides, and more memory if they need it."""
+    value = fake._value
     if value.storage is None:
         return fix(fake, Value(None, g))
-    if g.nbytes > value.storage.root.nbytes:
+    if not g.fits(value.storage.root):
         return fix(fake, _grown(value, g))
     return fix(fake, strided(value, g.size, g.stride, g.offset))
 
 
 def set_strided(fake: Any, source: Any, offset: int, size: Any, stride: Any = None) -> Any:
     """Serve ``fake.set_(source, offset, size, stride)``."""
-    base = source._value
+    base = source._value.alias(apart=True)
     stride = stride or _infer.contiguous(size, fake.dtype, fake.device).stride
     return fix(fake, strided(base, size, stride, offset + base.geometry.offset))
 

@@ -103,6 +103,10 @@ class Geometry:
         spans = ((s - 1) * t for s, t in zip(self.size, self.stride))
         return self.offset + sum(spans) + 1
 
+    def fits(self, root: Geometry) -> bool:
+        """Tell whether memory that ``root`` describes holds every element."""
+        return not self.numel or self.nbytes <= root.nbytes
+
     @property
     def nbytes(self) -> int:
         """The bytes from the storage's start to the end of what the handle can touch."""

@@ -20,6 +20,8 @@ which makes this a list of what the fuzz does not look for:
 - after the construction, writes through `.data` or `numpy()` into what a graph has saved: eager
   gradients then come from the new values, and no version counter tells;
 - tensors of inference mode that require grad: kernels that copy give them a graph, others do not;
+- `as_strided` of a view in a graph: what it reaches outside the view gets a gradient only once the
+  view's graph is made anew;
 - `out=` of another size, where others share its memory: they disagree on its size;
 - `copy_` from another shape and dtype, which reads what is not there on torch 1.13;
 - `torch.normal` of means that are integers, which 2.1 and later accept where there are none;
@@ -28,6 +30,7 @@ which makes this a list of what the fuzz does not look for:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
@@ -346,6 +349,7 @@ _OUTPUTS = re.compile(r"out=([\w.]+)\)")
 _COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
 _UNCOUNTED = re.compile(r"([\w.]+)\.(?:data(?=[.\[].*(?:_\(| = ))|numpy\(\)\[)")
 _NORMAL = re.compile(r"torch\.normal\(([\w.]+),")
+_STRIDED = re.compile(r"([\w.]+)\.as_strided\(")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
 ACCIDENT = "  # an accident"
@@ -381,32 +385,24 @@ class Rules:
 
     def forbid(self, line: str, space: dict[str, Any]) -> bool:
         """Tell whether eager torch would answer a statement by accident."""
-        found = _COPIES.search(line)
-        if found:
-            return _kills(found, space)
         if "inference_mode" in line and "requires_grad=True" in line:
             return True
-        found = _NORMAL.search(line)
-        if found:
-            return not eval(found[1], space).is_floating_point()
-        found = _OUTPUTS.search(line)
-        if found:  # its size may change, which torch deprecates
-            memory = _storage(eval(found[1], space))
-            others = {id(t): t for value in space.values() for t in _tensors(value)}
-            return [_storage(t) for t in others.values()].count(memory) > 1
-        found = _UNCOUNTED.search(line) if self.after else None
-        if found:
-            return _storage(eval(found[1], space)) in _saved(space)
-        found = _REBINDS.search(line)
-        if not found:
-            return False
-        try:
-            target = eval(found[1], space)
-            source = eval(found[3], space) if found[3] else target
-        except Exception:
-            return False  # eager torch refuses the statement as well
-        if not isinstance(target, torch.Tensor):
-            return False
+        for pattern, rule in (
+            (_COPIES, _copies_what_is_not_there),
+            (_NORMAL, lambda means, *_: not means.is_floating_point()),
+            (_STRIDED, lambda t, *_: t.requires_grad and t._is_view()),
+            (_OUTPUTS, _resizes_what_is_shared),
+            (_UNCOUNTED, lambda t, *_: self.after and _storage(t) in _saved(space)),
+            (_REBINDS, self._rebinds),
+        ):
+            found = pattern.search(line)
+            target = _evaluated(found[1], space) if found else None
+            if isinstance(target, torch.Tensor) and rule(target, found, space):
+                return True
+        return False
+
+    def _rebinds(self, target: torch.Tensor, found: re.Match[str], space: dict[str, Any]) -> bool:
+        source = _evaluated(found[3], space) if found[3] else target
         source = source if isinstance(source, torch.Tensor) else target
         if target.is_inference() != source.is_inference():
             return True
@@ -457,13 +453,28 @@ def bare(line: str) -> str:
     return line.rpartition("\ndel ")[0] if line.endswith(ACCIDENT) else line
 
 
-def _kills(found: re.Match[str], space: dict[str, Any]) -> bool:
-    """Tell whether a copy would read what is not there on torch 1.13."""
+def _evaluated(expression: str, space: dict[str, Any]) -> Any:
+    """Give what an expression means; None if eager torch refuses to say."""
     try:
-        target, source = (eval(found[k], space) for k in (1, 2))
-        return target.shape != source.shape and target.dtype != source.dtype
+        return eval(expression, space)
     except Exception:
-        return False  # no tensors
+        return None
+
+
+def _copies_what_is_not_there(
+    target: torch.Tensor, found: re.Match[str], space: dict[str, Any]
+) -> bool:
+    source = _evaluated(found[2], space)
+    if not isinstance(source, torch.Tensor):
+        return False
+    return target.shape != source.shape and target.dtype != source.dtype
+
+
+def _resizes_what_is_shared(
+    target: torch.Tensor, found: re.Match[str], space: dict[str, Any]
+) -> bool:
+    others = {id(t): t for value in space.values() for t in _tensors(value)}
+    return [_storage(t) for t in others.values()].count(_storage(target)) > 1
 
 
 def accidental(tensor: torch.Tensor) -> bool:
@@ -498,7 +509,9 @@ def _saved(space: dict[str, Any]) -> set[int]:
         node = nodes.pop()
         for name in dir(node):
             if name.startswith("_saved_"):
-                held = getattr(node, name)
+                held = None
+                with contextlib.suppress(RuntimeError):  # written since, or gone
+                    held = getattr(node, name)
                 held = held if isinstance(held, (list, tuple)) else [held]
                 found.update(_storage(t) for t in held if isinstance(t, torch.Tensor))
         following = {n for n, _ in node.next_functions if n is not None} - seen
