@@ -364,6 +364,17 @@ def _sizes_of_nothing():
     return {"out": out, "column": column}
 
 
+class _Named(torch.Tensor):
+    pass
+
+
+def _classes_in_a_graph():
+    weight, frozen = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3), requires_grad=False)
+    frozen.mul_(weight)
+    named = (weight * 2).as_subclass(_Named)
+    return {"weight": weight, "frozen": frozen, "named": named}
+
+
 @pytest.mark.parametrize(
     "construct",
     [
@@ -409,6 +420,7 @@ def _sizes_of_nothing():
         _set_to_itself,
         _set_to_what_is_written_later,
         _sizes_of_nothing,
+        _classes_in_a_graph,
     ],
     ids=lambda construct: construct.__name__.strip("_"),
 )

@@ -116,14 +116,18 @@ def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     results = [r for r, dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     if not results:
         return
-    inputs = [f for f in graded if isinstance(f, FakeTensor)]
+    fakes = [f for f in inputs if isinstance(f, FakeTensor)]
+    inputs = [f for f in fakes if f.requires_grad]
     op.graph = True
     for result in results:
         result.storage.graph = True  # type: ignore[union-attr]
     op.seen = [(s, stamp(s)) for s in {f._value.storage for f in inputs} if s.memory is not None]
     op.leaves = [(f._value, fake_tensor.real_class(f)) for f in inputs if f.is_leaf]
+    found = [weakref.ref(r) for r in results]
     for fake in inputs:
-        fake._value.storage.dependents.extend(weakref.ref(r) for r in results)
+        fake._value.storage.dependents.extend(found)
+    for fake in fakes:
+        fake._value.storage.saved.append((found, op.seq))
 
 
 def note_draws(plan: Plan, op: Op, args: Any, kwargs: Any, device: torch.device) -> None:

@@ -118,7 +118,9 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     """Give a real tensor the class, the flags and whatever was hung on its fake."""
     cls = fake_tensor.real_class(fake)
     grad = fake.requires_grad
-    if type(real) is not cls:
+    if type(real) is not cls and not (_is_leaf(fake) or _is_leaf(real)):
+        real.__class__ = cls
+    elif type(real) is not cls:
         real = fake_tensor.subclass(cls, real, grad)
     elif not _is_leaf(real) and _is_leaf(fake) and not _foreign(fake):
         real = real.detach()
@@ -135,7 +137,7 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
 def _is_leaf(tensor: Any) -> bool:
     try:
         return bool(tensor.is_leaf)
-    except RuntimeError:  # of some views that were written to, or whose base was, torch cannot say
+    except Exception:  # of some views that were written to, or whose base was, torch cannot say
         return False
 
 

@@ -12,6 +12,7 @@ out. A graph therefore makes its leaves targets, and a leaf its graph.
 
 from __future__ import annotations
 
+import itertools
 from typing import Sequence
 
 from torchcompat import fake_tensor
@@ -80,8 +81,11 @@ class Schedule:
         while self._states:
             storage, count = self._states.pop()
             if storage in self.permanent and count == len(storage.writers):
-                for dependent in filter(None, (reference() for reference in storage.dependents)):
-                    if dependent.real is None:
+                written = storage.writers[-1].seq if storage.writers else 0
+                late = (found for found, seq in storage.saved if seq < written)
+                for reference in itertools.chain(storage.dependents, *late):
+                    dependent = reference()
+                    if dependent is not None and dependent.real is None:
                         self._target(dependent)
             while count and (storage, count) not in self._seen:
                 self._seen.add((storage, count))

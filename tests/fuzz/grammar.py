@@ -12,9 +12,9 @@ which makes this a list of what the fuzz does not look for:
 - `.data =`, `set_`, `t_`, `squeeze_` and `unsqueeze_` on a tensor with a history, and `set_` to or
   from a tensor that requires grad: the graph goes on describing the memory that was there before;
 - `set_` and `.data =` between tensors of inference mode and others;
-- a view whose base came to require grad later, or that was taken under `no_grad` of a tensor that
-  requires grad: such a view requires grad and has no `grad_fn`, until something looks. It is
-  deleted, with the modules that hold it;
+- a view whose base came to require grad later, or no longer does, or that was taken under `no_grad`
+  of a tensor that requires grad: such a view requires grad and has no `grad_fn`, until something
+  looks. It is deleted, with the modules that hold it;
 - after the construction, `.data =` and `set_` on what may be a real tensor: they would hand torch
   itself a fake, and no Python code is asked;
 - after the construction, writes through `.data` or `numpy()` into what a graph has saved: eager
@@ -420,14 +420,14 @@ class Rules:
 
     def run(self, line: str, space: dict[str, Any]) -> str:
         """Run a statement; give it with an end that deletes what are accidents from now on."""
-        plain: list[torch.Tensor] = []
+        views: list[tuple[torch.Tensor, bool]] = []
         if "requires_grad_(" in line:
             tensors = [t for v in space.values() for t in _tensors(v)]
-            plain = [t for t in tensors if t._is_view() and not t._base.requires_grad]
+            views = [(t, t._base.requires_grad) for t in tensors if t._is_view()]
         exec(compile(line, "<statement>", "exec"), space)
         if not self.after:
             self._take_note(line, space)
-        late = {id(t) for t in plain if t._base.requires_grad}
+        late = {id(t) for t, before in views if t._base.requires_grad != before}
         modules = _GRAD_TURNS.search(line)
         spoiled = [
             name
