@@ -364,6 +364,26 @@ def _sizes_of_nothing():
     return {"out": out, "column": column}
 
 
+def _leaf_that_was_squeezed():
+    leaf = torch.full((3,), 3.25)
+    leaf.squeeze_()
+    leaf.requires_grad_()
+    wide = leaf.expand(3, 3)
+    with torch.no_grad():
+        wide.fill_(2)
+    return {"wide": wide, "mean": leaf.mean(-1, keepdim=True), "leaf": leaf}
+
+
+def _views_of_inference_tensors():
+    with torch.inference_mode():
+        tensor = torch.rand(17)
+    part = tensor.view(17)[2:4]
+    part.detach_()
+    with torch.inference_mode():
+        plain = torch.rand(3)[None].clone()
+    return {"part": part, "row": tensor[None], "plain": plain.squeeze(0)}
+
+
 class _Named(torch.Tensor):
     pass
 
@@ -421,6 +441,8 @@ def _classes_in_a_graph():
         _set_to_what_is_written_later,
         _sizes_of_nothing,
         _classes_in_a_graph,
+        _leaf_that_was_squeezed,
+        _views_of_inference_tensors,
     ],
     ids=lambda construct: construct.__name__.strip("_"),
 )

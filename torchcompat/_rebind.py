@@ -50,14 +50,21 @@ def lay(fake: Any, g: Geometry) -> Any:
         return fix(fake, Value(None, g))
     if not g.fits(value.storage.root):
         return fix(fake, _grown(value, g))
-    return fix(fake, strided(value, g.size, g.stride, g.offset))
+    return fix(fake, _laid(value, g.size, g.stride, g.offset))
 
 
 def set_strided(fake: Any, source: Any, offset: int, size: Any, stride: Any = None) -> Any:
     """Serve ``fake.set_(source, offset, size, stride)``."""
     base = source._value.alias(apart=True)
     stride = stride or _infer.contiguous(size, fake.dtype, fake.device).stride
-    return fix(fake, strided(base, size, stride, offset + base.geometry.offset))
+    return fix(fake, _laid(base, size, stride, offset + base.geometry.offset))
+
+
+def _laid(base: Value, size: Any, stride: Any, offset: int) -> Value:
+    """Return a value that lies otherwise in the memory of another, and is to autograd no view."""
+    value = strided(base, size, stride, offset)
+    value.apart = True
+    return value
 
 
 def _grown(value: Value, g: Geometry) -> Value:

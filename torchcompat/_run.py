@@ -250,7 +250,7 @@ def as_leaf(
     """Return the object that a graph starts from, and that is given out for a leaf."""
     tensor, leaf = handle(value), leaf_of(value)
     if leaf is None:
-        leaf = fake_tensor.subclass(cls, tensor, True)
+        leaf = fake_tensor.subclass(cls, tensor.detach() if value.apart else tensor, True)
     else:
         before = move(leaf, tensor)
         if before is not None:

@@ -155,7 +155,7 @@ class Value:
         self.parent = parent
         self.op = op  # what made a view of its parent; None: an alias outside the graph
         self.index = index  # which of that operator's outputs
-        self.apart = apart  # whether writes through it go uncounted, as through ``.data``
+        self.apart = apart  # no view to autograd; without an operator, its writes go uncounted
         self.meta: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
         # What its tensor, a leaf of a graph, was before ``.data =``.

@@ -322,7 +322,10 @@ def seal(fake: torch.Tensor) -> None:
 
 def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
     """Make the fake tensor of a recorded value."""
-    g = value.geometry
+    g, storage = value.geometry, value.storage
+    if storage is not None and storage.inference is not torch.is_inference_mode_enabled():
+        with torch.inference_mode(storage.inference):
+            return wrap(value, cls)
     device = g.device if hardware(g.device.type) else _META
     fake: FakeTensor = _make(
         cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=device
@@ -338,9 +341,7 @@ def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
 
 def refit(fake: FakeTensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
-    storage = value.storage
-    inference = fake.is_inference() if storage is None else storage.inference
-    with torch.inference_mode(inference), torch.no_grad():
+    with torch.no_grad():
         like = wrap(value)
         if torch._has_compatible_shallow_copy_type(fake, like):
             _data.__set__(fake, like)
