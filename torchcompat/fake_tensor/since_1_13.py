@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _recorder: Any = None
 _classes: dict[type, type[FakeTensor]] = {}
 _META = torch.device("meta")
-_hardware: dict[str, bool] = {"cpu": True, "meta": True}
 _new_parameter = torch.nn.Parameter.__new__.__code__
 _data: Any = torch._C._TensorBase.data
 _make = torch.Tensor._make_wrapper_subclass
@@ -37,15 +36,6 @@ def connect(recorder: Any) -> None:
     """Name the object whose methods serve the operators and reads of every fake."""
     global _recorder
     _recorder = recorder
-
-
-def hardware(kind: str) -> bool:
-    """Tell whether tensors of this device type can really be made here."""
-    if kind not in _hardware:
-        module = sys.modules.get("torch_xla") if kind == "xla" else getattr(torch, kind, None)
-        available = getattr(module, "is_available", None)
-        _hardware[kind] = bool(available()) if available else kind == "xla" and module is not None
-    return _hardware[kind]
 
 
 def _refusal(what: str) -> Any:
@@ -117,6 +107,8 @@ class FakeTensor(torch.Tensor):
 
     def detach_(self) -> Any:
         """Leave the graph, in place."""
+        if self._value.storage is not None and self._value.storage.inference:
+            return self.requires_grad_(False)  # it has none, and is no view that could not
         cut = self.requires_grad and not self.is_leaf
         super().detach_()
         if cut:
@@ -232,11 +224,11 @@ class FakeTensor(torch.Tensor):
         """Convert dtype or device, as ``Tensor.to``."""
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
-        args = tuple(indexed(a) for a in args)
+        args = tuple(fake_tensor.indexed(a) for a in args)
         if kwargs.get("device") is not None:
-            kwargs["device"] = indexed(kwargs["device"])
+            kwargs["device"] = fake_tensor.indexed(kwargs["device"])
         target = kwargs.get("device") or (args and args[0])
-        if not isinstance(target, (torch.device, str)) or hardware(self.device.type):
+        if not isinstance(target, (torch.device, str)) or fake_tensor.hardware(self.device.type):
             return super().to(*args, **kwargs)
         return self._moved(*args, **kwargs)
 
@@ -259,15 +251,6 @@ class FakeTensor(torch.Tensor):
         return self.to(torch.device("cpu"), **options)
 
     cuda, xpu = _mover("cuda"), _mover("xpu")
-
-
-def indexed(arg: Any) -> Any:
-    """Give a device without an index the first one, where torch cannot ask for the current one."""
-    if isinstance(arg, (str, torch.device)):
-        device: Any = torch.device(arg)
-        if device.index is None and not hardware(device.type):
-            return torch.device(device.type, 0)
-    return arg
 
 
 def _initialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
@@ -323,10 +306,10 @@ def seal(fake: torch.Tensor) -> None:
 def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
     """Make the fake tensor of a recorded value."""
     g, storage = value.geometry, value.storage
-    if storage is not None and storage.inference is not torch.is_inference_mode_enabled():
-        with torch.inference_mode(storage.inference):
+    if torch.is_inference_mode_enabled() and storage is not None and not storage.inference:
+        with torch.inference_mode(False):  # of a view, the version is that of its base
             return wrap(value, cls)
-    device = g.device if hardware(g.device.type) else _META
+    device = g.device if fake_tensor.hardware(g.device.type) else _META
     fake: FakeTensor = _make(
         cls, g.size, strides=g.stride, storage_offset=g.offset, dtype=g.dtype, device=device
     )
@@ -341,7 +324,9 @@ def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
 
 def refit(fake: FakeTensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
-    with torch.no_grad():
+    storage = value.storage
+    inference = fake.is_inference() if storage is None else storage.inference
+    with torch.inference_mode(inference), torch.no_grad():
         like = wrap(value)
         if torch._has_compatible_shallow_copy_type(fake, like):
             _data.__set__(fake, like)
