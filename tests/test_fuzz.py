@@ -290,10 +290,11 @@ def _leaf_that_became_integers():
 def _detached_in_place():
     a, b = (nn.Parameter(torch.rand(4)) for _ in range(2))
     cut, again = a * b, a + b
+    row = cut[None]
     for tensor in (cut, again):
         tensor.detach_()
     again.mul_(b)
-    return {"a": a, "b": b, "cut": cut, "product": b * cut, "again": again}
+    return {"a": a, "b": b, "cut": cut, "row": row, "product": b * cut, "again": again}
 
 
 def _history_and_graph_of_given_memory():

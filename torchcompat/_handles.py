@@ -89,19 +89,6 @@ def _recorded(fake: Any) -> Value:
     return value
 
 
-def cut(fake: Any) -> None:
-    """Note that a fake has left its graph: autograd tells nobody."""
-    value = fake._value
-    storage = value.storage
-    if storage is not None and storage.memory is not None:
-        _replay.materialize(value).detach_()
-    elif storage is not None:
-        op = _calls.new_op(torch.Tensor.detach_, (value,), {}, "detach_")
-        op.reads = op.writes = (value,)
-        op.graph = op.grad = True
-        storage.writers.append(op)
-
-
 def deepcopy(fake: Any, memo: dict[int, Any]) -> Any:
     """Copy a fake with its storage, attributes and class, as ``Tensor.__deepcopy__`` does."""
     if not fake.is_leaf:

@@ -17,8 +17,10 @@ which makes this a list of what the fuzz does not look for:
   looks. It is deleted, with the modules that hold it;
 - after the construction, `.data =` and `set_` on what may be a real tensor: they would hand torch
   itself a fake, and no Python code is asked;
-- after the construction, writes through `.data` or `numpy()` into what a graph has saved: eager
-  gradients then come from the new values, and no version counter tells;
+- writes through `.data` or `numpy()` into real memory that a graph has saved: eager gradients then
+  come from the new values, and no version counter tells;
+- comparisons of a real tensor with a deferred one by `==` or `<`: Python has the subclass compare
+  first, and how a result lies in memory depends on the first operand;
 - tensors of inference mode that require grad: kernels that copy give them a graph, others do not;
 - `as_strided` of a view in a graph: what it reaches outside the view gets a gradient only once the
   view's graph is made anew;
@@ -215,7 +217,7 @@ VALUES = """
 {new} = {x} / 3
 {new} = {x} @ {y}
 {new} = -{x}
-{new} = {x}.exp()
+{new} = torch.eq({x}, {y})
 {new} = {x} > {n}
 {new} = {x} == {y}
 {new} = ~{x}
@@ -392,7 +394,7 @@ class Rules:
             (_NORMAL, lambda means, *_: not means.is_floating_point()),
             (_STRIDED, lambda t, *_: t.requires_grad and t._is_view()),
             (_OUTPUTS, _resizes_what_is_shared),
-            (_UNCOUNTED, lambda t, *_: self.after and _storage(t) in _saved(space)),
+            (_UNCOUNTED, self._writes_what_is_saved),
             (_REBINDS, self._rebinds),
         ):
             found = pattern.search(line)
@@ -400,6 +402,13 @@ class Rules:
             if isinstance(target, torch.Tensor) and rule(target, found, space):
                 return True
         return False
+
+    def _writes_what_is_saved(
+        self, target: torch.Tensor, _: re.Match[str], space: dict[str, Any]
+    ) -> bool:
+        memory = _storage(target)
+        deferred = not self.after and memory in map(_storage, self._deferred)
+        return not deferred and memory in _saved(space)
 
     def _rebinds(self, target: torch.Tensor, found: re.Match[str], space: dict[str, Any]) -> bool:
         source = _evaluated(found[3], space) if found[3] else target

@@ -111,8 +111,8 @@ class FakeTensor(torch.Tensor):
             return self.requires_grad_(False)  # it has none, and is no view that could not
         cut = self.requires_grad and not self.is_leaf
         super().detach_()
-        if cut:
-            _recorder.cut(self)
+        if cut:  # views of it stay where they are
+            self._value = self._value.alias()
         return self
 
     def as_subclass(self, cls: type) -> Any:
