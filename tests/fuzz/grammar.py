@@ -217,9 +217,9 @@ VALUES = """
 {new} = {x} / 3
 {new} = {x} @ {y}
 {new} = -{x}
-{new} = torch.eq({x}, {y})
+{new} = {x}.exp()
 {new} = {x} > {n}
-{new} = {x} == {y}
+{new} = torch.eq({x}, {y})
 {new} = ~{x}
 {new} = {x}.clone()
 {new} = {x}.sum()
