@@ -64,6 +64,11 @@ METHODS = {
     "numpy of a parameter": ("parameter", lambda t: t.numpy()),
     "dlpack": ("matrix", torch.from_dlpack),
     "dlpack of a parameter": ("parameter", torch.from_dlpack),
+    "apply_": ("matrix", lambda t: t.apply_(lambda x: 2 * x)),
+    "apply_ to a parameter": ("parameter", lambda t: t.apply_(abs)),
+    "map_": ("matrix", lambda t: t.map_(torch.ones(2, 2), lambda a, b: a + b)),
+    "detach_ of a view": ("matrix", lambda t: t[0].detach_()),
+    "detach_ of a sum": ("parameter", lambda t: (t + 1).detach_()),
     "new": ("matrix", lambda t: (t.new([1, 2]), t.new(t), t.new(2, 3).shape, t.new().shape)),
     "new of a size": ("matrix", lambda t: (t.new(torch.Size([2])).shape, t.new(size=(2,)).shape)),
     "new of another dtype": ("matrix", lambda t: t.new(torch.ones(2).double())),
@@ -103,6 +108,29 @@ def test_the_legacy_constructor_of_a_tensor(dtype):
     assert (made.dtype, made.requires_grad, made.is_leaf) == (dtype, True, False)
     storage = torch.ones(3).storage()
     assert torch.equal(materialize(deferred_init(lambda: torch.Tensor(storage))), torch.ones(3))
+
+
+class _Marked(nn.Parameter):
+    pass
+
+
+def test_a_class_may_be_assigned():
+    def build():
+        torch.manual_seed(0)
+        first = nn.Linear(3, 3)
+        first.weight.__class__ = _Marked
+        second = copy.deepcopy(first)
+        shifted = first.weight.detach() + 1
+        return nn.ModuleDict({"first": first, "second": second}), shifted
+
+    eager, shifted = build()
+    made, later = deferred_init(build)
+    made["second"].bias.__class__ = eager["second"].bias.__class__ = _Marked
+    materialize_module(made)
+    assert_equal(eager, made)
+    assert_equal(shifted, materialize(later))
+    assert type(made["first"].weight) is type(made["second"].bias) is _Marked
+    made["first"](torch.ones(1, 3)).sum().backward()
 
 
 def test_a_shallow_copy_shares_memory_and_attributes():

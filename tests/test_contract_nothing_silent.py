@@ -56,6 +56,7 @@ UNCOMMON = {
     "hann_window": lambda: torch.hann_window(6),
     "vander": lambda: torch.vander(torch.randn(3)),
     "repeat_interleave": lambda: torch.repeat_interleave(torch.randn(3), torch.tensor([1, 0, 2])),
+    "sobol": lambda: torch.quasirandom.SobolEngine(2, scramble=True, seed=3).draw(3),
     "quantize": lambda: torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.qint8).dequantize(),
     "one_hot": lambda: nn.functional.one_hot(torch.tensor([0, 2, 1])),
     "distribution": lambda: torch.distributions.Normal(torch.zeros(3), torch.ones(3)).sample(),
@@ -276,6 +277,12 @@ BROKEN = {
     "bool of many": lambda: bool(torch.zeros(2)),
     "numpy of a parameter": lambda: nn.Parameter(torch.zeros(2)).numpy(),
     "fan of a vector": lambda: nn.init.xavier_uniform_(torch.zeros(2)),
+    "singular": lambda: torch.linalg.cholesky(torch.ones(3, 3)),
+    "inverse": lambda: torch.inverse(torch.zeros(2, 2)),
+    "solve": lambda: torch.linalg.solve(torch.zeros(2, 2), torch.ones(2)),
+    "class out of range": lambda: nn.functional.one_hot(torch.tensor([5]), 3),
+    "index out of range": lambda: torch.randn(5, 3)[torch.tensor([1, 7])],
+    "word out of range": lambda: nn.Embedding(4, 2)(torch.tensor([9])),
     "set_ shape": lambda: torch.zeros(2).data.as_strided((3,), (1,)),
 }
 
@@ -287,6 +294,56 @@ def test_broken_program_fails_where_eager_fails(name):
         BROKEN[name]()
     with pytest.raises(type(eager.value)):
         deferred_init(BROKEN[name])
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+
+def test_graph_of_a_function_is_refused_not_lost():
+    def build():
+        weight = nn.Parameter(torch.ones(3))
+        return {"weight": weight, "scaled": _Scaled.apply(weight) + 1}
+
+    made = deferred_init(build)
+    with pytest.raises(RuntimeError, match="_Scaled"):
+        materialize_tensor(made["scaled"])
+    assert_equal(build()["weight"], materialize_tensor(made["weight"]))
+
+    def without_graph():
+        with torch.no_grad():
+            return build()
+
+    verify_values(without_graph)
+
+
+def _array_under_a_parameter():
+    array = np.ones(4, dtype="float32")
+    doubled = nn.Parameter(torch.from_numpy(array)) * 2
+    array[1] = 7
+    return doubled
+
+
+def _array_of_a_parameter():
+    weight = nn.Parameter(torch.ones(4))
+    array = weight.detach().numpy()
+    doubled = weight * 2
+    array[:] = 1.5
+    return doubled
+
+
+@pytest.mark.parametrize("build", [_array_under_a_parameter, _array_of_a_parameter])
+def test_memory_in_a_graph_changed_through_numpy(build):
+    """An error, since the value at construction is gone."""
+    made = deferred_init(build)
+    with pytest.raises(RuntimeError, match="materialised and then changed"):
+        materialize_tensor(made)
 
 
 def test_argument_errors():

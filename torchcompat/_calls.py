@@ -17,6 +17,7 @@ from torchcompat._tape import (
     Op,
     Storage,
     Value,
+    checksums,
     stamp,
 )
 from torchcompat._thread import thread
@@ -121,7 +122,8 @@ def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     op.graph = True
     for result in results:
         result.storage.graph = True  # type: ignore[union-attr]
-    op.seen = [(s, stamp(s)) for s in {f._value.storage for f in inputs} if s.memory is not None]
+    there = {f._value.storage for f in inputs if f._value.storage.memory is not None}
+    op.seen = {s: (stamp(s), checksums(s.memory)) for s in there}
     op.leaves = [(f._value, fake_tensor.real_class(f)) for f in inputs if f.is_leaf]
     found = [weakref.ref(r) for r in results]
     for fake in inputs:

@@ -124,6 +124,8 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
         real = fake_tensor.subclass(cls, real, grad)
     elif not _is_leaf(real) and _is_leaf(fake) and not _foreign(fake):
         real = real.detach()
+    if grad and _is_leaf(real) and not _is_leaf(fake):
+        _refuse_functions(fake)
     if _is_leaf(real) and real.requires_grad != grad:
         with torch.inference_mode(real.is_inference()):
             real.requires_grad_(grad)
@@ -132,6 +134,19 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
     if _is_leaf(fake) and fake.grad is not None:
         real.grad = finish([fake.grad])[0]
     return real
+
+
+def _refuse_functions(fake: Any) -> None:
+    """Refuse to lose a graph that leads through a ``torch.autograd.Function``."""
+    nodes = [fake.grad_fn]
+    for node in nodes:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise RuntimeError(
+                f"a tensor of size {tuple(fake.shape)} comes from a torch.autograd.Function "
+                f"({type(node).__name__}), whose graph cannot be deferred. Make it after "
+                "materialising, or under torch.no_grad()."
+            )
+        nodes.extend(n for n, _ in node.next_functions if n is not None and n not in nodes)
 
 
 def _is_leaf(tensor: Any) -> bool:

@@ -34,9 +34,10 @@ def real_data(data: Any) -> Any:
     return compute(data) if fake_tensor.is_fake(data) else data
 
 
-def whole(func: Any, args: Any) -> Any:
+def whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record an operator as it was called, not as torch decomposes it for tensor subclasses."""
-    return _record.record(plan_for(func), args, {}, _calls.tensors(args, {}))
+    with paused():
+        return _record.record(plan_for(func), args, kwargs, _calls.tensors(args, kwargs))
 
 
 def recording() -> bool:

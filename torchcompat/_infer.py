@@ -170,7 +170,11 @@ def _geometry(item: Any) -> Geometry:
 
 
 def _zeros_like(item: Any) -> torch.Tensor:
+    """Make zeros, or return indices that are there: they may be out of range."""
     g = _geometry(item)
+    real = item.tensor if isinstance(item, Const) else item.storage and item.storage.memory
+    if real is not None and g.dtype == torch.int64 and g.device == _CPU:
+        return real.as_strided(g.size, g.stride, g.offset).clone()
     flat = torch.zeros(g.reach, dtype=g.dtype, device=_CPU)
     return flat.as_strided(g.size, g.stride, g.offset)
 

@@ -92,6 +92,7 @@ class Plan:
         ]
         self.returns = [_origin(r, arguments) for r in schema.returns]
         self.tensors_only = all("Tensor" in str(r.type) for r in schema.returns)
+        self.checks = not schema.returns and not self.writes  # what it finds is whether to fail
         self.inplace = self.writes == [(0, arguments[0].name)] if arguments else False
         self.overwrites = own and (
             self.name in _OVERWRITES.split() or (bool(self.writes) and self.writes[0][0] != 0)

@@ -13,10 +13,10 @@ out. A graph therefore makes its leaves targets, and a leaf its graph.
 from __future__ import annotations
 
 import itertools
-from typing import Sequence
+from typing import Any, Sequence
 
 from torchcompat import fake_tensor
-from torchcompat._tape import Geometry, Op, Storage, Value, stamp
+from torchcompat._tape import Geometry, Op, Storage, Value, checksums, same_sums, stamp
 
 
 class Schedule:
@@ -111,7 +111,7 @@ class Schedule:
             storage = value.storage
             assert storage is not None
             if storage.memory is not None and op.seq > storage.since:
-                self._unchanged(op, dict(op.seen).get(storage), storage)
+                self._unchanged(op, op.seen.get(storage), storage)
                 self.given.add((op.seq, storage))
             elif not self._given_out(op, value):
                 self._states.append((storage, _writers_before(storage, op.seq)))
@@ -134,14 +134,15 @@ class Schedule:
         if not leaf and not storage.memory.requires_grad:
             return False
         late = len(storage.writers) != _writers_before(storage, op.seq)
-        self._unchanged(op, None if late else storage.version, storage)
+        self._unchanged(op, None if late else (storage.version, None), storage)
         self.given.add((op.seq, storage))
         return True
 
-    def _unchanged(self, op: Op, version: int | None, storage: Storage) -> None:
+    def _unchanged(self, op: Op, then: Any, storage: Storage) -> None:
         """Refuse to build a graph on memory that is not what the operator was recorded on."""
         assert storage.memory is not None
-        if version != stamp(storage):
+        version, sums = then or (None, None)
+        if version != stamp(storage) or not same_sums(checksums(storage.memory), sums):
             raise RuntimeError(
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and "
                 "then changed. Materialise the two together, for example with materialize_module."

@@ -182,7 +182,7 @@ class Op:
     reads: Sequence[Value] = ()
     writes: Sequence[Value] = ()
     made: Sequence[Storage | None] = ()  # storages this call allocates, in the order of its outputs
-    seen: Sequence[tuple[Storage, int]] = ()  # versions of memory that was there already
+    seen: dict[Storage, Any] = {}  # versions and checksums of memory that was there  # noqa: RUF012
     overwrites = False  # its one written storage is written whole and not read
     grad = False
     inference = False
@@ -231,7 +231,7 @@ class Const:
         self.tensor = tensor
         if keep or not small:
             self._version = version_of(tensor)
-            self._mark = _checksums(tensor)
+            self._mark = checksums(tensor)
             watchers = Const.watched.setdefault(_address(tensor), [])
             watchers[:] = [w for w in watchers if w() is not None]
             watchers.append(weakref.ref(self))
@@ -242,8 +242,7 @@ class Const:
             return False
         if self._version != version_of(self.tensor) or self._graded > self.tensor.requires_grad:
             return True
-        now = _checksums(self.tensor)
-        return now is not None and not all(map(torch.equal, now, self._mark or ()))
+        return not same_sums(checksums(self.tensor), self._mark)
 
     @staticmethod
     def before_write(tensor: torch.Tensor) -> None:
@@ -270,7 +269,7 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _checksums(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+def checksums(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """Sum a CPU tensor's memory as 64-bit words over rows and over columns of 4096 words."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
         return None
@@ -286,6 +285,11 @@ def _checksums(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         square = words.numel() // 4096 * 4096
         rows = words[:square].view(-1, 4096)
         return rows.sum(0), rows.sum(1), words[square:].clone(), flat[whole:].clone()
+
+
+def same_sums(one: Any, other: Any) -> bool:
+    """Tell whether two checksums, if there are any, are of the same content."""
+    return one is None or other is None or all(map(torch.equal, one, other))
 
 
 def tensors_in(args: Iterable[Any]) -> list[Any]:

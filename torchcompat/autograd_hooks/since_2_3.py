@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from torchcompat import fake_tensor
 from torchcompat.autograd_hooks.since_1_13 import _lazy_init
 
 PATCHES = {(torch.xpu, "_lazy_init"): _lazy_init}
@@ -20,6 +21,8 @@ def become(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # something in C++ still refers to the fake
         return real
     kind, attributes = type(fake), vars(fake)
-    fake.__class__, real.__class__ = type(real), kind
+    real_kind = type(real)
+    fake_tensor.set_class(real, kind)
+    fake_tensor.set_class(fake, real_kind)
     fake.__dict__, real.__dict__ = vars(real), attributes
     return fake

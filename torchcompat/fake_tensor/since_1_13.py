@@ -64,7 +64,26 @@ def _mover(kind: str) -> Any:
     return move
 
 
-class FakeTensor(torch.Tensor):
+def _in_memory(name: str) -> Any:
+    """Build the method for what Python does to each element in place: now."""
+
+    def run(self: Any, *args: Any) -> Any:
+        getattr(self._exposed(), name)(*_recorder.real_data(args))
+        return self
+
+    return run
+
+
+def _assign_class(self: Any, cls: type) -> None:
+    """Let a fake stand for an instance of another class."""
+    set_class(self, fake_class(cls))
+
+
+set_class: Any = vars(object)["__class__"].__set__
+_Classed: Any = type("_Classed", (), {"__class__": property(type, _assign_class)})
+
+
+class FakeTensor(_Classed, torch.Tensor):  # type: ignore[misc]  # a class made by a call
     """A tensor without memory. Not part of the API: use ``is_fake`` to ask, not ``isinstance``."""
 
     _value: Any
@@ -143,6 +162,8 @@ class FakeTensor(torch.Tensor):
             return _recorder.set_strided(self, source, *args, **kwargs)
         given = () if source is None else (source, *args)
         return super().set_(*given, **kwargs)
+
+    apply_, map_, map2_ = map(_in_memory, ("apply_", "map_", "map2_"))
 
     def tolist(self) -> Any:
         """Compute the values now and list them; the tensor stays deferred."""
