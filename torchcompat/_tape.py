@@ -227,7 +227,7 @@ class Const:
         small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES
         if small and not keep:
             with torch.no_grad():
-                tensor = tensor.detach().clone() if tensor.layout == torch.strided else tensor
+                tensor = _snapshot(tensor.detach()) if tensor.layout == torch.strided else tensor
         self.tensor = tensor
         if keep or not small:
             self._version = version_of(tensor)
@@ -250,7 +250,15 @@ class Const:
         for watcher in Const.watched.pop(_address(tensor), ()) if Const.watched else ():
             const = watcher()
             if const is not None and const._version >= 0 and not const.tensor.requires_grad:
-                const.tensor, const._version = const.tensor.detach().clone(), -1
+                const.tensor, const._version = _snapshot(const.tensor.detach()), -1
+
+
+def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with the gaps it leaves, if they are small: results lie as their inputs do."""
+    span = 1 + sum((s - 1) * t for s, t in zip(tensor.shape, tensor.stride()))
+    if not tensor.numel() or span * tensor.element_size() > SNAPSHOT_BYTES:
+        return tensor.clone()
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _address(tensor: torch.Tensor) -> int:

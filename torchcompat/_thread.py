@@ -109,7 +109,7 @@ def _moved(_: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _as_called(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record what looks at memory, or at the class of its argument, before it dispatches."""
     if fake_tensor.is_fake(args[0]) and not args[0].requires_grad:
-        return recorder.whole(_WHOLE[func], args, kwargs)
+        return recorder.whole(autograd_hooks.WHOLE[func], args, kwargs)
     return func(*args, **kwargs)
 
 
@@ -118,20 +118,11 @@ def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     return func(*(recorder.real_data([a])[0] for a in args), **kwargs)
 
 
-aten = torch.ops.aten
-_WHOLE = {
-    torch.linalg.svdvals: aten.linalg_svdvals.default,
-    torch.linalg.eigvalsh: aten.linalg_eigvalsh.default,
-    torch._sobol_engine_draw: aten._sobol_engine_draw.default,
-    torch._sobol_engine_ff_: aten._sobol_engine_ff_.default,
-    torch._sobol_engine_initialize_state_: aten._sobol_engine_initialize_state_.default,
-    torch._sobol_engine_scramble_: aten._sobol_engine_scramble_.default,
-}
 _SERVED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu), _moved),
     **dict.fromkeys((torch.sparse_coo_tensor, torch.nn.functional.one_hot), _of_real_data),
-    **dict.fromkeys(_WHOLE, _as_called),
+    **dict.fromkeys(autograd_hooks.WHOLE, _as_called),
 }
 
 

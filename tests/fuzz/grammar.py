@@ -17,8 +17,8 @@ which makes this a list of what the fuzz does not look for:
   looks. It is deleted, with the modules that hold it;
 - after the construction, `.data =` and `set_` on what may be a real tensor: they would hand torch
   itself a fake, and no Python code is asked;
-- writes through `.data` or `numpy()` into real memory that a graph has saved: eager gradients then
-  come from the new values, and no version counter tells;
+- writes through `.data`, `numpy()` or what was set to the same memory, into real memory that a
+  graph has saved: eager gradients then come from the new values, and no version counter tells;
 - comparisons of a real tensor with a deferred one by `==` or `<`: Python has the subclass compare
   first, and how a result lies in memory depends on the first operand;
 - tensors of inference mode that require grad: kernels that copy give them a graph, others do not;
@@ -354,6 +354,7 @@ _NORMAL = re.compile(r"torch\.normal\(([\w.]+),")
 _STRIDED = re.compile(r"([\w.]+)\.as_strided\(")
 _GRAD_TURNS = re.compile(r"no_grad|requires_grad_\(")
 _MAKES = re.compile(r"(\w+) = torch\.(?:zeros|ones|full|rand|randn|arange|linspace|eye|empty)\(")
+_REALS = re.compile(r"(\w+) = torch\.(?:tensor|as_tensor|asarray|from_numpy)\(")
 ACCIDENT = "  # an accident"
 _BUILDS = re.compile(r"(\w+) = nn\.[A-Z]\w+\(\d")
 
@@ -384,6 +385,7 @@ class Rules:
     def __init__(self) -> None:
         self.after = False
         self._deferred: list[torch.Tensor] = []  # certainly deferred when the constructor returns
+        self._real: set[int] = set()  # memory that certainly is there in the constructor
 
     def forbid(self, line: str, space: dict[str, Any]) -> bool:
         """Tell whether eager torch would answer a statement by accident."""
@@ -415,6 +417,8 @@ class Rules:
         source = source if isinstance(source, torch.Tensor) else target
         if target.is_inference() != source.is_inference():
             return True
+        if source is not target and _storage(source) in self._real:
+            return True
         if self.after and not any(target is t for t in self._deferred):
             return True
         if found[2] == "set_(" and (
@@ -423,9 +427,10 @@ class Rules:
             return True
         return bool(target.requires_grad) and not _is_leaf(target)
 
-    def construct(self) -> None:
+    def construct(self, space: dict[str, Any]) -> None:
         """Be told that the constructor begins: what was made before is real."""
         self._deferred.clear()
+        self._real.update(_storage(t) for value in space.values() for t in _tensors(value))
 
     def run(self, line: str, space: dict[str, Any]) -> str:
         """Run a statement; give it with an end that deletes what are accidents from now on."""
@@ -449,6 +454,9 @@ class Rules:
         return f"{line}\ndel {', '.join(spoiled)}{ACCIDENT}" if spoiled else line
 
     def _take_note(self, line: str, space: dict[str, Any]) -> None:
+        real = _REALS.search(line)
+        if real and real[1] in space:
+            self._real.add(_storage(space[real[1]]))
         made = _MAKES.search(line)
         if made and made[1] in space:
             self._deferred.append(space[made[1]])

@@ -29,6 +29,16 @@ if TYPE_CHECKING:  # every rung changes what the floor offers
 else:
     globals().update(_gate.load(__name__, LADDER))
 
+aten = torch.ops.aten
+# Functions that look at memory, or at the class of an argument, before they dispatch.
+WHOLE = {
+    torch.linalg.svdvals: aten.linalg_svdvals.default,
+    torch.linalg.eigvalsh: aten.linalg_eigvalsh.default,
+    torch._sobol_engine_draw: aten._sobol_engine_draw.default,
+    torch._sobol_engine_ff_: aten._sobol_engine_ff_.default,
+    torch._sobol_engine_initialize_state_: aten._sobol_engine_initialize_state_.default,
+    torch._sobol_engine_scramble_: aten._sobol_engine_scramble_.default,
+}
 _lock = threading.Lock()
 _users = 0
 _saved: list[tuple[Any, str, Any]] = []
