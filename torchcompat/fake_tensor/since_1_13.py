@@ -20,6 +20,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from torchcompat import fake_tensor
+from torchcompat.fake_tensor.devices import OnDevice
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -50,20 +51,6 @@ def _refusal(what: str) -> Any:
     return refuse
 
 
-def _is_on(kind: str) -> Any:
-    return property(lambda self: self.device.type == kind)
-
-
-def _mover(kind: str) -> Any:
-    """Build the method that converts to a kind of device, present or not."""
-
-    def move(self: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
-        found = torch.device(kind, device) if isinstance(device, int) else device or kind
-        return self.to(torch.device(found), non_blocking=non_blocking, **options)
-
-    return move
-
-
 def _in_memory(name: str) -> Any:
     """Build the method for what Python does to each element in place: now."""
 
@@ -83,7 +70,7 @@ set_class: Any = vars(object)["__class__"].__set__
 _Classed: Any = type("_Classed", (), {"__class__": property(type, _assign_class)})
 
 
-class FakeTensor(_Classed, torch.Tensor):  # type: ignore[misc]  # a class made by a call
+class FakeTensor(_Classed, OnDevice):  # type: ignore[misc]  # a class made by a call
     """A tensor without memory. Not part of the API: use ``is_fake`` to ask, not ``isinstance``."""
 
     _value: Any
@@ -202,22 +189,6 @@ class FakeTensor(_Classed, torch.Tensor):  # type: ignore[misc]  # a class made 
             return object.__format__(self, spec)
         return format(self.item(), spec)
 
-    # What C++ knows as the device of a tensor whose hardware is not there is ``meta``: its guards
-    # for other devices fail, and in autograd they abort the process.
-
-    @property
-    def device(self) -> Any:  # type: ignore[override]
-        """The device that the tensor reports, there or not."""
-        return self._value.geometry.device
-
-    is_meta = property(lambda _: False)
-    is_cpu, is_cuda, is_xpu, is_mps, is_xla = map(_is_on, ("cpu", "cuda", "xpu", "mps", "xla"))
-
-    def get_device(self) -> int:
-        """Return the index of the device, -1 on the CPU."""
-        index = self.device.index
-        return -1 if index is None else index
-
     def new_tensor(  # type: ignore[override]  # torch takes keywords only; its stubs do not say so
         self, data: Any, **options: Any
     ) -> torch.Tensor:
@@ -240,38 +211,6 @@ class FakeTensor(_Classed, torch.Tensor):  # type: ignore[misc]  # a class made 
             return self.new_tensor(data)
         size = data if isinstance(data, torch.Size) else args
         return self.new_empty(options.pop("size", size) or (0,), **options)
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Convert dtype or device, as ``Tensor.to``."""
-        if args and isinstance(args[0], torch.Tensor):
-            args = (args[0].device, args[0].dtype, *args[1:])
-        args = tuple(fake_tensor.indexed(a) for a in args)
-        if kwargs.get("device") is not None:
-            kwargs["device"] = fake_tensor.indexed(kwargs["device"])
-        target = kwargs.get("device") or (args and args[0])
-        if not isinstance(target, (torch.device, str)) or fake_tensor.hardware(self.device.type):
-            return super().to(*args, **kwargs)
-        return self._moved(*args, **kwargs)
-
-    def _moved(
-        self, device: Any, dtype: Any = None, _: Any = None, copy: bool = False, **options: Any
-    ) -> torch.Tensor:
-        """Convert from hardware that is not there, of which C++ knows nothing."""
-        device, dtype = torch.device(device), dtype or self.dtype
-        layout = options.get("memory_format") or torch.preserve_format
-        laid = layout is torch.preserve_format or self.is_contiguous(memory_format=layout)
-        if laid and not copy and (device, dtype) == (self.device, self.dtype):
-            return self
-        made: torch.Tensor = torch.ops.aten._to_copy.default(
-            self, dtype=dtype, device=device, memory_format=layout
-        )
-        return made
-
-    def cpu(self, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        """Convert to the CPU."""
-        return self.to(torch.device("cpu"), **options)
-
-    cuda, xpu = _mover("cuda"), _mover("xpu")
 
 
 def _initialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
