@@ -399,3 +399,32 @@ def test_another_thread_may_draw_while_one_materialises():
     worker.join()
     assert_equal(*pair)
     assert_equal(expected, drawn)
+
+
+TRUNCATED_FIRST = """
+import torch
+from torch import nn
+from torchcompat.deferred_init import deferred_init, materialize_tensor
+from torchcompat._random import draws, streams
+
+def construct():
+    found = [nn.init.trunc_normal_(torch.zeros(35, 2), std=0.02)]
+    for size in ((3, 5), (3, 3), (3,), (17,)):
+        found += [torch.empty(size, dtype=d).normal_() for d in (None, torch.bfloat16)]
+    return found
+
+torch.manual_seed(0)
+eager, state = construct(), torch.get_rng_state()
+torch.manual_seed(0)
+deferred = deferred_init(construct)
+assert torch.equal(torch.get_rng_state(), state)
+for mine, other in zip(eager, reversed([materialize_tensor(t) for t in deferred[::-1]])):
+    assert torch.equal(mine, other)
+plain = torch.ops.aten.normal_.default
+assert draws.predict(plain, (eager[0], 0.0, 0.02), {}) == streams.Spending(86)
+"""
+
+
+def test_the_first_draw_of_a_process_may_be_truncated_normals(run_python):
+    """What was measured on its behalf was recorded, and spoilt all later predictions."""
+    run_python(TRUNCATED_FIRST)

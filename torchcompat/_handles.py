@@ -59,8 +59,9 @@ def expose_generator(generator: torch.Generator) -> None:
 
 def true_state(generator: torch.Generator) -> torch.Tensor:
     """Compute the state of a generator that may hold another thread's placeholder."""
-    position = streams.placed(generator)
-    return position.state() if position else streams.get_state(generator)
+    with paused():
+        position = streams.placed(generator)
+        return position.state() if position else streams.get_state(generator)
 
 
 def assign(fake: Any, source: torch.Tensor) -> None:
@@ -155,8 +156,9 @@ def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) ->
     op.reads = () if op.overwrites else (value,)
     generator = generator or streams.default_generator(value.geometry.device)
     if generator is not None:
-        spending = like and draws.predict(like[0], (fake, *like[1]), {})
-        _calls.pass_generator(op, generator, spending)
+        with paused():  # no operator is being dispatched: what is measured must not be recorded
+            spending = like and draws.predict(like[0], (fake, *like[1]), {})
+            _calls.pass_generator(op, generator, spending)
     value.storage.writers.append(op)
     return fake
 
