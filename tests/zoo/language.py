@@ -384,7 +384,7 @@ class Megatron(nn.Module):
 
 def numbers(*shape: int):
     """Evenly spaced inputs of one shape."""
-    return lambda: (torch.linspace(-1, 1, math.prod(shape)).reshape(shape),)
+    return lambda: (torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape),)
 
 
 MODELS = [
