@@ -110,26 +110,23 @@ def dense(g: Geometry) -> bool:
 
 def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     """Note that ``op`` extends the autograd graph, and from which leaves."""
-    graded = [t for t in inputs if t.requires_grad]
-    if not graded:
+    if not any(t.requires_grad for t in inputs):
         return
     dtypes = ((r, r.geometry.dtype) for r in results)
     results = [r for r, dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     if not results:
         return
     fakes = [f for f in inputs if isinstance(f, FakeTensor)]
-    inputs = [f for f in fakes if f.requires_grad]
+    graded = [f for f in fakes if f.requires_grad]
     op.graph = True
     for result in results:
         result.storage.graph = True  # type: ignore[union-attr]
-    there = {f._value.storage for f in inputs if f._value.storage.memory is not None}
+    there = {f._value.storage for f in graded if f._value.storage.memory is not None}
     op.seen = {s: (stamp(s), checksums(s.memory)) for s in there}
-    op.leaves = [(f._value, fake_tensor.real_class(f)) for f in inputs if f.is_leaf]
+    op.leaves = [(f._value, fake_tensor.real_class(f)) for f in graded if f.is_leaf]
     found = [weakref.ref(r) for r in results]
-    for fake in inputs:
-        fake._value.storage.dependents.extend(found)
     for fake in fakes:
-        fake._value.storage.saved.append((found, op.seq))
+        fake._value.storage.dependents.append((found, 0 if fake.requires_grad else op.seq))
 
 
 def note_draws(plan: Plan, op: Op, args: Any, kwargs: Any, device: torch.device) -> None:
@@ -161,7 +158,8 @@ def pass_generator(op: Op, generator: torch.Generator, spending: Any) -> None:
 def fix(fake: Any, value: Value) -> Any:
     """Make ``fake`` stand for ``value`` from now on; to graphs it stays the leaf that it is."""
     old = fake._value
-    if old.former is not None or (old.storage is not None and old.storage.dependents):
+    dependents = old.storage.dependents if old.storage is not None else ()
+    if old.former is not None or any(not seq for _, seq in dependents):
         value.former = old
     fake_tensor.refit(fake, value)
     return fake

@@ -50,7 +50,7 @@ def compute(value: Value) -> torch.Tensor:
 def leaf(value: Value, cls: type) -> torch.Tensor:
     """Give a value its real tensor, as a leaf that a graph can start from."""
     with lock, autograd_hooks.quiet(graphs=True):
-        return as_leaf(value, cls, materialize, {})
+        return as_leaf(value, cls, materialize(value))[0]
 
 
 def materialize(

@@ -8,6 +8,7 @@ leaf, which has at each operator the memory it had when that was recorded.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable, Iterator
 
 import torch
@@ -28,16 +29,22 @@ class Run:
     ) -> None:
         self.schedule = schedule
         self.keep = keep
-        self._outside = self if outside else Run(schedule, outside=True)  # of what was given out
+        self._is_outside = outside  # on memory that was given out
         self.roots: dict[Storage, torch.Tensor] = {}
         self.final_state: torch.Tensor | None = None
         self._held: dict[Value, torch.Tensor] = {}
         self._by_storage: dict[Storage, list[Value]] = {}
-        # Leaves, and where they were before.
-        self.moved: dict[torch.Tensor, torch.Tensor] = {} if outside else self._outside.moved
+        self.moved: dict[torch.Tensor, torch.Tensor] = {}  # leaves, and where they were before
         self._lent: dict[Storage | None, torch.Tensor] = {}
         self._spare: torch.Tensor | None = None  # memory that was lent and is free again
         self._cursors: dict[torch.device, streams.Cursor] = {}
+
+    @functools.cached_property
+    def _outside(self) -> Run:
+        """A run on the memory that was given out earlier."""
+        made = Run(self.schedule, outside=True)
+        made.moved = self.moved
+        return made
 
     def run(self, ordered: list[Op], report: Callable[[Storage], None] | None = None) -> None:
         """Run operators in order, releasing what is no target at its last use."""
@@ -90,7 +97,7 @@ class Run:
 
     def root(self, storage: Storage) -> torch.Tensor:
         """Return the memory of a storage, allocating it if nothing has."""
-        tensor = storage.memory if self._outside is self else self.roots.get(storage)
+        tensor = storage.memory if self._is_outside else self.roots.get(storage)
         if tensor is None:
             require_hardware(storage.root)
             with torch.inference_mode(storage.inference):
@@ -132,7 +139,7 @@ class Run:
 
     def _lasting(self, value: Value) -> bool:
         """Tell whether a value's memory here is the one that is given out."""
-        return self._outside is self or value.storage in self.schedule.permanent
+        return self._is_outside or value.storage in self.schedule.permanent
 
     def remember_graphs(self) -> None:
         """Note which tensors others that are given out later have to start from."""
@@ -194,12 +201,18 @@ class Run:
 
     def _leaves(self, op: Op) -> dict[Any, torch.Tensor]:
         """Return the objects that are given out, as leaves of the graph ``op`` extends."""
-        return {v: as_leaf(v, cls, self._source(op, v).handle, self.moved) for v, cls in op.leaves}
+        found = {}
+        for value, cls in op.leaves:
+            leaf, before = as_leaf(value, cls, self._source(op, value).handle(value))
+            if before is not None:
+                self.moved.setdefault(leaf, before)
+            found[value] = leaf
+        return found
 
     def _source(self, op: Op, value: Value) -> Run:
         """Return the run on whose memory an operator finds a value."""
         given = (op.seq, value.storage) in self.schedule.given
-        return self._outside if given else self
+        return self._outside if given and not self._is_outside else self
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
@@ -242,23 +255,21 @@ def _in_graph(tensor: torch.Tensor) -> bool:
 
 
 def as_leaf(
-    value: Value,
-    cls: type,
-    handle: Callable[[Value], torch.Tensor],
-    moved: dict[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """Return the object that a graph starts from, and that is given out for a leaf."""
-    tensor, leaf = handle(value), leaf_of(value)
+    value: Value, cls: type, tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the object that a graph starts from, and that is given out for a leaf.
+
+    If it was there and lay elsewhere than ``tensor``, that is returned, too.
+    """
+    leaf, before = leaf_of(value), None
     if leaf is None:
         leaf = fake_tensor.subclass(cls, tensor.detach() if value.apart else tensor, True)
     else:
         before = move(leaf, tensor)
-        if before is not None:
-            moved.setdefault(leaf, before)
     link: Value | None = value
     while link is not None:
         link.real, link = leaf, link.former
-    return leaf
+    return leaf, before
 
 
 def leaf_of(value: Value | None) -> torch.Tensor | None:

@@ -82,8 +82,8 @@ class Schedule:
             storage, count = self._states.pop()
             if storage in self.permanent and count == len(storage.writers):
                 written = storage.writers[-1].seq if storage.writers else 0
-                late = (found for found, seq in storage.saved if seq < written)
-                for reference in itertools.chain(storage.dependents, *late):
+                late = (found for found, seq in storage.dependents if not seq or seq < written)
+                for reference in itertools.chain(*late):
                     dependent = reference()
                     if dependent is not None and dependent.real is None:
                         self._target(dependent)
@@ -142,7 +142,8 @@ class Schedule:
         """Refuse to build a graph on memory that is not what the operator was recorded on."""
         assert storage.memory is not None
         version, sums = then or (None, None)
-        if version != stamp(storage) or not same_sums(checksums(storage.memory), sums):
+        same = version == stamp(storage)
+        if not same or (sums is not None and not same_sums(checksums(storage.memory), sums)):
             raise RuntimeError(
                 f"{op.describe()} builds an autograd graph on a tensor that was materialised and "
                 "then changed. Materialise the two together, for example with materialize_module."

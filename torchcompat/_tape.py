@@ -47,7 +47,6 @@ class Storage:
         "known_at",
         "memory",
         "root",
-        "saved",
         "since",
         "version",
         "writers",
@@ -61,8 +60,9 @@ class Storage:
         self.known_at = 0
         self.since = 0  # operators recorded after this one act on ``memory`` at once
         self.version = 0  # version counter of what was given out, then
-        self.dependents: list[Any] = []  # weak references to values whose graph comes from here
-        self.saved: list[Any] = []  # such of which the graph may use it, and the operator's number
+        # Weak references to values whose graph comes from here, with 0, or may use what is here,
+        # with the number of the operator that saved it.
+        self.dependents: list[tuple[list[Any], int]] = []
         self.changes = 0  # writes to ``memory`` that bumped no version counter
         self.graph = False  # whether an operator that extended a graph wrote it
         self.inference = torch.is_inference_mode_enabled()
