@@ -169,8 +169,10 @@ def trainer(session: nox.Session, transformers: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, and that private torch names stay inside the seams."""
+    """Check style, that private torch names stay inside the seams, and what Python 3.7 lacks."""
     session.install(*group("lint"))
+    packages = ("torchcompat", "torchdistx", "tests")
+    session.run("vermin", "--target=3.7-", "--no-tips", "--violations", *packages)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 

@@ -8,7 +8,6 @@ leaf, which has at each operator the memory it had when that was recorded.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, Callable, Iterator
 
 import torch
@@ -29,22 +28,17 @@ class Run:
     ) -> None:
         self.schedule = schedule
         self.keep = keep
-        self._is_outside = outside  # on memory that was given out
+        # The run on memory that was given out earlier; None in that run itself.
+        self._outside: Run | None = None if outside else Run(schedule, outside=True)
         self.roots: dict[Storage, torch.Tensor] = {}
         self.final_state: torch.Tensor | None = None
         self._held: dict[Value, torch.Tensor] = {}
         self._by_storage: dict[Storage, list[Value]] = {}
-        self.moved: dict[torch.Tensor, torch.Tensor] = {}  # leaves, and where they were before
+        # Leaves, and where they were before; one table for both runs.
+        self.moved: dict[torch.Tensor, torch.Tensor] = self._outside.moved if self._outside else {}
         self._lent: dict[Storage | None, torch.Tensor] = {}
         self._spare: torch.Tensor | None = None  # memory that was lent and is free again
         self._cursors: dict[torch.device, streams.Cursor] = {}
-
-    @functools.cached_property
-    def _outside(self) -> Run:
-        """A run on the memory that was given out earlier."""
-        made = Run(self.schedule, outside=True)
-        made.moved = self.moved
-        return made
 
     def run(self, ordered: list[Op], report: Callable[[Storage], None] | None = None) -> None:
         """Run operators in order, releasing what is no target at its last use."""
@@ -97,7 +91,7 @@ class Run:
 
     def root(self, storage: Storage) -> torch.Tensor:
         """Return the memory of a storage, allocating it if nothing has."""
-        tensor = storage.memory if self._is_outside else self.roots.get(storage)
+        tensor = self.roots.get(storage) if self._outside else storage.memory
         if tensor is None:
             require_hardware(storage.root)
             with torch.inference_mode(storage.inference):
@@ -139,7 +133,7 @@ class Run:
 
     def _lasting(self, value: Value) -> bool:
         """Tell whether a value's memory here is the one that is given out."""
-        return self._is_outside or value.storage in self.schedule.permanent
+        return self._outside is None or value.storage in self.schedule.permanent
 
     def remember_graphs(self) -> None:
         """Note which tensors others that are given out later have to start from."""
@@ -212,7 +206,7 @@ class Run:
     def _source(self, op: Op, value: Value) -> Run:
         """Return the run on whose memory an operator finds a value."""
         given = (op.seq, value.storage) in self.schedule.given
-        return self._outside if given and not self._is_outside else self
+        return self._outside if given and self._outside else self
 
     def _draw(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)

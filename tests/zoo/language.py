@@ -233,7 +233,7 @@ class T5Attention(nn.Module):
 
     def bias(self, length):
         distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-        bucket = (distance.abs().clamp(max=3) + 4 * (distance > 0).long()).clamp(max=7)
+        bucket = (distance.abs().clamp(max=3) + 4 * (distance > 0).to(torch.int64)).clamp(max=7)
         return self.relative_attention_bias(bucket).permute(2, 0, 1)[None]
 
     def forward(self, x, bias):

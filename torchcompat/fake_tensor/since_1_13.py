@@ -23,7 +23,7 @@ from torchcompat import fake_tensor
 from torchcompat.fake_tensor.devices import OnDevice
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
+    from typing import TypeGuard  # novm
 
 _recorder: Any = None
 _classes: dict[type, type[FakeTensor]] = {}
