@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchcompat import _gate
 from torchcompat._random import draws
@@ -270,6 +271,21 @@ def test_a_failed_measurement_gives_the_default_generator_back():
     before = torch.get_rng_state()
     assert predict(aten.native_dropout.default, (torch.empty(9), 7.0, True), {}) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_modes_of_the_program_take_no_part():
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    tensor = torch.empty(50)
+    expected = predict(aten.normal_.default, (tensor,), {})
+    for cached in (draws._look_up.cache_clear, draws._laws.clear, draws._starts.cache_clear):
+        cached()
+    with Refusing():
+        answer = predict(aten.normal_.default, (tensor,), {})
+    assert expected is not None
+    assert answer == expected
 
 
 def test_threads_may_ask_at_once():

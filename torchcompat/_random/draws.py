@@ -26,6 +26,7 @@ from typing import Any, Callable
 
 import torch
 
+from torchcompat import autograd_hooks
 from torchcompat._random.mt19937 import CACHED, LEFT
 from torchcompat._random.streams import Spending, borrowed, get_state, spend
 
@@ -53,6 +54,7 @@ def predict(func: Any, args: Any, kwargs: Any) -> Spending | None:
 
 
 @lru_cache(maxsize=1 << 14)
+@autograd_hooks.paused()  # neither our mode nor one of the program's own takes part
 def _look_up(func: Any, *args: Any) -> Spending | None:
     """Apply the law for this kind of call, found now if the call is the first of its kind."""
     tensors = [value for value in args if isinstance(value, tuple)]
