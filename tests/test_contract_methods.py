@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.equality import RELEASE, assert_equal, materialize
 from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module
+from torchcompat.fake import is_fake
 
 MAKE = {
     "matrix": lambda: torch.arange(4.0).reshape(2, 2) + 1,
@@ -184,8 +185,12 @@ def test_a_scripted_module_is_given_its_values():
         )
         assert is_deferred(deferred)
         materialize_module(deferred)
+        assert not is_deferred(deferred)
+        assert not any(is_deferred(t) for t in deferred.state_dict().values())
         x = torch.ones(3, 2)
-        assert torch.equal(deferred(x), eager(x))
+        result = deferred(x)
+        assert not is_fake(result)
+        assert torch.equal(result, eager(x))
 
 
 def test_containers_keep_their_kind_and_other_content():

@@ -28,7 +28,12 @@ from torch import nn
 
 from tests.equality import RELEASE, assert_equal, both, raw, seed_all
 from tests.zoo import habits, language, vision
-from torchcompat.deferred_init import deferred_init, is_deferred, materialize_module
+from torchcompat.deferred_init import (
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from torchcompat.fake import is_fake
 
 FORWARD = RELEASE >= (2, 2)
@@ -277,7 +282,38 @@ def test_fully_shard(endings):
     assert_ended_well(endings, fully_sharded)
 
 
+def collectives():
+    """What a collective writes in place is written, inside a construction and outside."""
+    dist = torch.distributed
+    rank = dist.get_rank()
+
+    def build():
+        total, first = torch.full((2,), rank + 1.0), torch.full((2,), float(rank))
+        dist.all_reduce(total)
+        dist.broadcast(first, 0)
+        gathered = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(gathered, torch.full((1,), float(rank)))
+        return [total, first, *gathered]
+
+    assert [t.tolist() for t in build()] == [
+        materialize_tensor(t).tolist() for t in deferred_init(build)
+    ]
+    torch.manual_seed(rank)
+    eager = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    torch.manual_seed(rank)
+    module = deferred_init(nn.Linear, 2, 2)
+    deferred = nn.parallel.DistributedDataParallel(module)
+    materialize_module(deferred)
+    assert type(module.weight) is nn.Parameter
+    assert torch.equal(module.weight, eager.module.weight)
+
+
+def test_collectives(endings):
+    assert_ended_well(endings, collectives)
+
+
 WORKS = {
+    collectives: (1, 13),
     through_the_hook: (2, 1),
     through_param_init_fn: (2, 1),
     by_hand: (2, 1),

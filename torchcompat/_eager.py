@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
-from torchcompat._calls import encode, site, tensors
+from torchcompat._calls import constant, encode, fix, site, tensors
 from torchcompat._random import streams
 from torchcompat._tape import Const
 from torchcompat._thread import thread
@@ -60,9 +60,17 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             result = plan.func(*real_args, **real_kwargs)
     else:
         result = plan.func(*real_args, **real_kwargs)
+    for fake in fakes:
+        _resized(fake, made[id(fake)])
     if isinstance(result, torch.Tensor):
         return back.get(id(result), result)
     return result
+
+
+def _resized(fake: Any, real: torch.Tensor) -> None:
+    """Let a fake that an operator wrote have the size that it gave it."""
+    if real.shape != fake.shape:
+        fix(fake, constant(real))
 
 
 def _real(fake: Any, graph: bool, lasting: bool) -> torch.Tensor:

@@ -2,13 +2,17 @@
 
 A fake that can become real in place does (torch 2.3 and later), so whoever holds it holds the real
 tensor. Otherwise each place that holds it is given the same new object: parameters, buffers, plain
-attributes and the lists, tuples and dictionaries in them. A tensor subclass that wraps a fake, such
-as a DTensor with its local shard, keeps its identity and gets its inner tensor replaced.
+attributes and the containers, dataclasses, distributions and optimizers in them. A tensor subclass
+that wraps a fake, such as a DTensor with its local shard, keeps its identity and gets its inner
+tensor replaced.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
+import types
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Tuple
 
 import torch
@@ -18,7 +22,23 @@ from torchcompat import _replay, autograd_hooks, fake_tensor
 if TYPE_CHECKING:
     from torchcompat._tape import Value
 
+# Beside dataclasses: objects whose attributes are what they are made of.
+_PLAIN = (
+    torch.distributions.Distribution,
+    torch.distributions.Transform,
+    torch.optim.Optimizer,
+    types.SimpleNamespace,
+)
 Slot = Tuple[Any, Callable[[Any], None]]  # what a place holds, and how to put something else there
+
+
+def _content(item: Any) -> Any:
+    """Return what holds the tensors of a container or of an object of plain data, or None."""
+    if isinstance(item, (dict, list, tuple, collections.deque)):
+        return item
+    if isinstance(item, _PLAIN) or (dataclasses.is_dataclass(item) and not isinstance(item, type)):
+        return getattr(item, "__dict__", None)
+    return None
 
 
 def _slots(holder: Any, put: Callable[[Any], None] | None = None, depth: int = 0) -> Iterator[Slot]:
@@ -29,17 +49,20 @@ def _slots(holder: Any, put: Callable[[Any], None] | None = None, depth: int = 0
     parts = list(holder) if isinstance(holder, tuple) else holder
 
     def replace(key: Any, new: Any) -> None:
+        if parts[key] is new:
+            return
         parts[key] = new
         if put is not None and parts is not holder:
             put(getattr(type(holder), "_make", type(holder))(parts))
 
-    pairs = enumerate(holder) if isinstance(holder, (list, tuple)) else holder.items()
+    pairs = holder.items() if hasattr(holder, "items") else enumerate(holder)
     for key, item in list(pairs):
         here = functools.partial(replace, key)
-        if depth < 9 and isinstance(item, (dict, list, tuple)):
-            yield from _slots(item, here, depth + 1)
-        else:
+        content = _content(item) if depth < 9 else None
+        if content is None:
             yield item, here
+        else:
+            yield from _slots(content, here, depth + 1)
 
 
 def _places(module: torch.nn.Module) -> Iterator[Slot]:
@@ -48,6 +71,10 @@ def _places(module: torch.nn.Module) -> Iterator[Slot]:
     if isinstance(module, torch.jit.ScriptModule):  # keeps them in C++
         for held in (module._parameters, module._buffers, module._modules):
             yield from _slots(held)
+    for parameter in module._parameters.values():  # a backward may have reached real ones
+        grad = getattr(parameter, "grad", None)
+        if grad is not None and waits(grad) and not fake_tensor.is_fake(parameter):
+            yield grad, functools.partial(setattr, parameter, "grad")
 
 
 def _waiting(slots: Iterator[Slot]) -> list[Slot]:
@@ -131,6 +158,8 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
             real.requires_grad_(grad)
     autograd_hooks.hand_over(fake, real)
     _fill(_waiting(_slots(vars(real))))
+    if not _is_leaf(fake) and not _is_leaf(real) and fake.retains_grad:
+        real.retain_grad()
     if _is_leaf(fake) and fake.grad is not None:
         real.grad = finish([fake.grad])[0]
     return real
@@ -171,8 +200,7 @@ def _fill(
     with _replay.lock:
         real = dict(zip(waiting, finish(list(waiting.values()), num_threads, progress)))
         for tensor, put in slots:
-            if real[id(tensor)] is not tensor:
-                put(real[id(tensor)])
+            put(real[id(tensor)])
 
 
 def modules_of(module: torch.nn.Module, recurse: bool) -> list[torch.nn.Module]:

@@ -136,6 +136,27 @@ def _copied(value: Value, memo: dict[int, Any]) -> Value:
     return _calls.strided(base, g.size, g.stride, g.offset)
 
 
+def keep_hooks(fake: Any) -> None:
+    """Record that a result of a graph has hooks, which are called with its gradients."""
+    value, hooks = fake._value, fake._backward_hooks
+    if any(op.name == "register_hook" and value in op.reads for op in value.storage.writers):
+        return  # all are in one table
+
+    def call(grad: torch.Tensor) -> torch.Tensor:
+        for hook in list(hooks.values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
+
+    def register(tensor: torch.Tensor) -> None:
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(call)  # type: ignore[no-untyped-call]
+
+    op = _calls.new_op(register, (value,), {}, "register_hook")
+    op.reads = op.writes = (value,)
+    value.storage.writers.append(op)
+
+
 def composite(function: Any, fake: Any, args: Any, generator: Any, like: Any) -> Any:
     """Record a Python function that fills a tensor as one operator.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcompat import autograd_hooks, fake_tensor
-from torchcompat._tape import Const, Geometry, Value, replace, tensors_in
+from torchcompat._tape import Const, Geometry, Value, flat, replace, tensors_in
 
 if TYPE_CHECKING:
     from torchcompat._plans import Plan
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _TRIAL = 1 << 20  # elements that a trial may touch
+# Operators whose CPU kernels choose other strides than those for ``meta``, on some releases. (Not
+# all operators are tried: of some, kernels write past the end on zeros.)
+_LAID_BY_CPU = {"_linalg_svd", "linalg_eig", "_fft_r2c", "_fft_c2r", "_fft_c2c"}
+_SHRUNK = 1 << 12  # elements beyond which a trial for strides is made on smaller tensors,
+_KEPT = 8  # and the largest size that is kept there
 _dtypes: dict[Any, torch.dtype] = {}
 # Operators whose result's shape and dtype never depend on what the tensors hold.
 _NAMES = """
@@ -114,7 +119,7 @@ def check_fill(plan: Plan, geometry: Geometry, args: Any, kwargs: dict[str, Any]
     except TypeError:
         return
     with autograd_hooks.quiet():
-        one = torch.ones(apart if overlapping else size, dtype=geometry.dtype, device=_CPU)
+        one = torch.zeros(apart if overlapping else size, dtype=geometry.dtype, device=_CPU)
         one = one.expand(size) if overlapping else one
         named = {**kwargs, "generator": torch.Generator()} if plan.generator else kwargs
         try:
@@ -140,9 +145,70 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 return call_on(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not
                 failed = error
-        if failed is not None and all(_geometry(i).device == _CPU for i in tensors_in(args)):
+        items = tensors_in((*args, *kwargs.values()))
+        on_cpu = all(_geometry(i).device == _CPU for i in items)
+        if failed is not None and on_cpu:
             raise failed
-        return call_on(plan.func, args, kwargs, _shadow_of, _META)
+        result = call_on(plan.func, args, kwargs, _shadow_of, _META)
+        laid = on_cpu and not plan.foreign and plan.name in _LAID_BY_CPU
+        return _laid_by_cpu(plan.func, args, kwargs, result) if laid else result
+
+
+def _laid_by_cpu(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    """Give results on ``meta`` the strides that the CPU kernel chooses, which may be others.
+
+    The kernel is tried on zeros; in place of large tensors on small ones, whose sizes compare to
+    each other as the true ones do. Where it cannot be tried, the strides stay as they are.
+    """
+    geometries = [_geometry(i) for i in tensors_in((*args, *kwargs.values()))]
+    numbers = [n for a in (*args, *kwargs.values()) for n in flat(a) if isinstance(n, int)]
+    reach = max(g.reach for g in geometries)
+    shrink = reach > _SHRUNK and all(abs(n) < _KEPT for n in numbers)
+    if reach > _TRIAL and not shrink:
+        return result
+    large = sorted({s for g in geometries for s in g.size if s > _KEPT})
+    sizes = {s: _KEPT + 1 + i for i, s in enumerate(large)}
+
+    def small(item: Any) -> torch.Tensor:
+        g = _geometry(item)
+        size = [sizes.get(s, s) for s in g.size]
+        made = torch.zeros(size, dtype=g.dtype, device=_CPU)
+        made = made.as_strided(size, _ordered(size, g.stride))
+        return made[tuple(slice(0, 1) if t == 0 else slice(None) for t in g.stride)].expand(size)
+
+    try:
+        tried = call_on(func, args, kwargs, small if shrink else _zeros_like, _CPU)
+    except Exception:
+        return result
+    if not isinstance(result, (list, tuple)):
+        return _laid_as(result, tried)
+    return type(result)(map(_laid_as, result, tried))
+
+
+def _laid_as(result: Any, tried: Any) -> Any:
+    """Return a tensor on ``meta`` with strides in the order of those of a dense tried one."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(map(_laid_as, result, tried))
+    plain = isinstance(result, torch.Tensor) and result.layout == tried.layout == torch.strided
+    if not plain or result.dim() != tried.dim() or 0 in (result.numel(), tried.numel()):
+        return result
+    stride = tried.stride()
+    if stride == result.stride():
+        return result
+    if result.shape != tried.shape:
+        if stride != tuple(_ordered(tried.shape, stride)):
+            return result
+        stride = _ordered(result.shape, stride)
+    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=_META)
+
+
+def _ordered(size: Any, like: Any) -> list[int]:
+    """Return the strides of a dense tensor whose dimensions lie in the order of other strides."""
+    stride, step = [0] * len(size), 1
+    for i in sorted(range(len(size)), key=lambda i: (like[i], -i)):
+        stride[i] = step
+        step *= max(size[i], 1)
+    return stride
 
 
 def call_on(func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any, device: Any) -> Any:
@@ -200,6 +266,8 @@ def _keeping_sizes(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
     if not items or (plan.elementwise and any(isinstance(a, list) for a in args)):
         return None
     if any(isinstance(a, (Value, Const)) for a in kwargs.values()):
+        return None
+    if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
         return None
     size = _joined(plan, items)
     if size is None or 0 in size:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchcompat import autograd_hooks
+from torchcompat._tape import flat
 
 aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ _UNTAGGED = {"polar", "complex", "lerp", "nan_to_num", "where"}
 # Handles whose own sizes or memory an operator changes.
 _REBINDS = {"resize_", "resize_as_", "set_"}
 # Memory that is in truth shared, and writes that the schema keeps quiet about: (argument, flag).
-_HIDDEN_VIEWS = {"_unsafe_view"}
+_HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 _HIDDEN_WRITES = {
     "native_batch_norm": (("running_mean", "running_var"), "training"),
     "rrelu_with_noise": (("noise",), "training"),
@@ -90,6 +91,8 @@ class Plan:
         self.writes = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
         ]
+        if schema.name.startswith("c10d::"):  # collectives write in place, which they do not say
+            self.writes = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self.returns = [_origin(r, arguments) for r in schema.returns]
         self.tensors_only = all("Tensor" in str(r.type) for r in schema.returns)
         self.checks = not schema.returns and not self.writes  # what it finds is whether to fail
@@ -110,6 +113,9 @@ class Plan:
         self.keeps_sizes = keeps and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
         self.composite = autograd_hooks.is_composite(func)
+        # Where a number may come in place of a tensor that the overload itself takes no number for.
+        tensors = [i for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
+        self.numbers = [] if autograd_hooks.takes_numbers(self.name) else tensors[1:]
 
     def _is_elementwise(self, func: Any) -> bool:
         """Tell whether every element of the one result comes from its own place alone."""
@@ -132,10 +138,7 @@ class Plan:
         found = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
         if self.hidden and self.argument(self.hidden[1], args, kwargs, False):
             found += [self.argument(name, args, kwargs) for name in self.hidden[0]]
-        flat: list[Any] = []
-        for item in found:
-            flat.extend(item if isinstance(item, list) else [item])
-        return [t for t in flat if t is not None]
+        return [t for t in flat(found) if t is not None]
 
 
 def _origin(result: Any, arguments: Any) -> int | None:

@@ -32,6 +32,7 @@ _OPTIONS = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record one operator, or run it, and return what the caller gets."""
     plan = plans.get(func) or plan_for(func)
+    args = _as_tensors(plan.numbers, args) if plan.numbers else args
     first = args[0] if args else None
     if isinstance(first, FakeTensor):
         if plan.fills and _is_fill(first, args):
@@ -48,7 +49,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _without_fakes(plan, args, kwargs, reals)
     if kwargs.get("device") == _META and plan.name != "_to_copy":
         # Where its hardware is not there, a fake's device is meta to the kernels that pass it on.
-        kwargs = {**kwargs, "device": fakes[0].device}
+        device = fakes[0].device
+        kwargs = kwargs if fake_tensor.hardware(device.type) else {**kwargs, "device": device}
     pure = [f._value.storage is None for f in fakes]
     if any(pure) and not (plan.is_like and all(pure)):
         allowed = all(pure) and (thread.pure or not thread.deferred)
@@ -56,6 +58,15 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan.is_like:
         return _factory(plan, args, kwargs, fakes[0])
     return record(plan, args, kwargs, (fakes, reals))
+
+
+def _as_tensors(positions: list[int], args: Any) -> Any:
+    """Make tensors of numbers that the overload itself would not take."""
+    args = list(args)
+    for i in positions:
+        if i < len(args) and isinstance(args[i], (int, float, complex)):
+            args[i] = torch.tensor(args[i], device=_CPU)
+    return args
 
 
 def _is_fill(fake: Any, args: Any) -> bool:

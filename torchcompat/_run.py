@@ -182,7 +182,7 @@ class Run:
             kind = type(error) if type(error) in _ERRORS else RuntimeError
             raise kind(f"could not materialise: {op.describe()}: {error}") from error
         for storage, tensor in zip(op.made, flat(result)):
-            if storage is not None:
+            if storage is not None and tensor is not None:  # some kernels leave a result out
                 self.roots[storage] = tensor
                 self._keep_shared(op, tensor)
 

@@ -107,10 +107,27 @@ def _moved(_: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _as_called(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Record what looks at memory, or at the class of its argument, before it dispatches."""
-    if fake_tensor.is_fake(args[0]) and not args[0].requires_grad:
-        return recorder.whole(autograd_hooks.WHOLE[func], args, kwargs)
-    return func(*args, **kwargs)
+    """Record what looks at memory, at classes, or for modes, before it dispatches."""
+    args = args or tuple(kwargs.pop(name) for name in ("input", "A") if name in kwargs)
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if not any(map(fake_tensor.is_fake, given)):
+        with autograd_hooks.paused():
+            return func(*args, **kwargs)
+    if torch.is_grad_enabled() and any(a.requires_grad for a in given):
+        return func(*args, **kwargs)
+    named = any(isinstance(a, str) for a in (*args, *kwargs.values()))
+    return recorder.whole(autograd_hooks.WHOLE[func][named], args, kwargs)
+
+
+def _norm(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record the nuclear norm as it was called."""
+    given = {**dict(zip(("input", "p", "dim", "keepdim", "out", "dtype"), args)), **kwargs}
+    if given.get("p") != "nuc" or given.get("out") is not None:
+        return func(*args, **kwargs)
+    rest = {name: given[name] for name in ("keepdim", "dtype") if given.get(name) is not None}
+    matrix = given.get("input", given.get("self"))
+    dim = (0, 1) if given.get("dim") is None else given["dim"]
+    return _as_called(recorder, torch.linalg.matrix_norm, (matrix, "nuc", dim), rest)
 
 
 def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -118,10 +135,18 @@ def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     return func(*(recorder.real_data([a])[0] for a in args), **kwargs)
 
 
+def _split(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Split a tensor at places that are computed."""
+    kwargs = {name: recorder.real_data([a])[0] for name, a in kwargs.items()}
+    return func(*args[:1], *(recorder.real_data([a])[0] for a in args[1:]), **kwargs)
+
+
 _SERVED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu), _moved),
     **dict.fromkeys((torch.sparse_coo_tensor, torch.nn.functional.one_hot), _of_real_data),
+    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), _split),
+    **dict.fromkeys((torch.norm, torch.Tensor.norm), _norm),
     **dict.fromkeys(autograd_hooks.WHOLE, _as_called),
 }
 

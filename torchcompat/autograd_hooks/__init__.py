@@ -30,14 +30,18 @@ else:
     globals().update(_gate.load(__name__, LADDER))
 
 aten = torch.ops.aten
-# Functions that look at memory, or at the class of an argument, before they dispatch.
-WHOLE = {
-    torch.linalg.svdvals: aten.linalg_svdvals.default,
-    torch.linalg.eigvalsh: aten.linalg_eigvalsh.default,
-    torch._sobol_engine_draw: aten._sobol_engine_draw.default,
-    torch._sobol_engine_ff_: aten._sobol_engine_ff_.default,
-    torch._sobol_engine_initialize_state_: aten._sobol_engine_initialize_state_.default,
-    torch._sobol_engine_scramble_: aten._sobol_engine_scramble_.default,
+# Functions that look at memory, or at the class of an argument, before they dispatch, and their
+# overloads, the second for an argument that is a name.
+WHOLE: dict[Any, tuple[Any, ...]] = {
+    torch.linalg.svdvals: (aten.linalg_svdvals.default,) * 2,
+    torch.linalg.eigvalsh: (aten.linalg_eigvalsh.default,) * 2,
+    torch.linalg.norm: (aten.linalg_norm.default, aten.linalg_norm.ord_str),
+    torch.linalg.matrix_norm: (aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord),
+    torch.linalg.cond: (aten.linalg_cond.default, aten.linalg_cond.p_str),
+    torch._sobol_engine_draw: (aten._sobol_engine_draw.default,),
+    torch._sobol_engine_ff_: (aten._sobol_engine_ff_.default,),
+    torch._sobol_engine_initialize_state_: (aten._sobol_engine_initialize_state_.default,),
+    torch._sobol_engine_scramble_: (aten._sobol_engine_scramble_.default,),
 }
 _lock = threading.Lock()
 _users = 0
@@ -147,6 +151,11 @@ def is_composite(func: Any) -> bool:
     """Tell whether an overload is defined by others (seen only where autograd is off)."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def takes_numbers(name: str) -> bool:
+    """Tell whether an operator called from Python may be given numbers for tensors."""
+    return bool(torch._C._should_allow_numbers_as_tensors(name))
 
 
 def decompose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -23,8 +23,16 @@ def free_mode_key() -> Any:
     return None
 
 
+_fuser: list[bool] = []
+
+
 def switch(active: bool) -> None:
-    """Turn on what is no attribute of anything; nothing on this release."""
+    """Keep scripted functions from being compiled to kernels that ask fakes for addresses."""
+    if active:
+        _fuser.append(torch._C._jit_texpr_fuser_enabled())
+        torch._C._jit_set_texpr_fuser_enabled(False)
+    else:
+        torch._C._jit_set_texpr_fuser_enabled(_fuser.pop())
 
 
 def _make_subclass(original: Any, recorder: Any) -> Any:
@@ -88,6 +96,16 @@ def _set_state(original: Any, recorder: Any) -> Any:
     return set_state
 
 
+def _imported(original: Any, recorder: Any) -> Any:
+    """Load scripted modules for real: C++ fills their tensors past every mode."""
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with recorder.paused():
+            return original(*args, **kwargs)
+
+    return load
+
+
 def _is_acceptable(original: Any, recorder: Any) -> Any:
     """Keep cuDNN from asking fakes for addresses."""
     return lambda tensor: not fake_tensor.is_fake(tensor) and original(tensor)
@@ -103,10 +121,13 @@ def _legacy_constructor(original: Any, recorder: Any) -> Any:
     """Serve the forms of ``torch.Tensor(...)``."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is not torch.Tensor or not recorder.recording():
+        if not recorder.recording():
             return original(cls, *args, **kwargs)
+        if cls is not torch.Tensor:
+            return torch.Tensor._make_subclass(cls, new(torch.Tensor, *args, **kwargs))
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
             return args[0].view_as(args[0])
+        args = tuple(recorder.real_data(a) if isinstance(a, list) else a for a in args)
         return torch.empty(0).new(*args, **kwargs)
 
     return staticmethod(new)
@@ -117,6 +138,8 @@ PATCHES: dict[tuple[Any, str], Any] = {
     (torch.Tensor, "data"): _data,
     (torch._C.Generator, "get_state"): _get_state,
     (torch._C.Generator, "set_state"): _set_state,
+    (torch._C, "import_ir_module"): _imported,
+    (torch._C, "import_ir_module_from_buffer"): _imported,
     (torch.backends.cudnn, "is_acceptable"): _is_acceptable,
     (torch.cuda, "_lazy_init"): _lazy_init,
     (torch.Tensor, "__new__"): _legacy_constructor,

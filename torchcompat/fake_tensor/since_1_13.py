@@ -29,6 +29,7 @@ _recorder: Any = None
 _classes: dict[type, type[FakeTensor]] = {}
 _META = torch.device("meta")
 _new_parameter = torch.nn.Parameter.__new__.__code__
+_swap_tensors = getattr(getattr(torch.utils, "swap_tensors", None), "__code__", None)
 _data: Any = torch._C._TensorBase.data
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -62,8 +63,10 @@ def _in_memory(name: str) -> Any:
 
 
 def _assign_class(self: Any, cls: type) -> None:
-    """Let a fake stand for an instance of another class."""
-    set_class(self, fake_class(cls))
+    """Let a fake stand for an instance of another class, or swap places with a real tensor."""
+    caller = sys._getframe(1).f_back
+    swapping = caller is not None and caller.f_code is _swap_tensors
+    set_class(self, cls if swapping else fake_class(cls))
 
 
 set_class: Any = vars(object)["__class__"].__set__
@@ -136,12 +139,21 @@ class FakeTensor(_Classed, OnDevice):  # type: ignore[misc]  # a class made by a
         """Give this tensor its values now and share them with an array."""
         return self._exposed().numpy(**options)
 
-    def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        if copy is False and dtype not in (None, array.dtype):
+            raise ValueError("Unable to avoid copy while creating an array as requested.")
+        return array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self._exposed().__dlpack__(*args, **kwargs)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Have ``hook`` called with the gradient, also of what this tensor becomes."""
+        handle = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        if not self.is_leaf and self._value.storage is not None:
+            _recorder.keep_hooks(self)
+        return handle
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Share the memory of another tensor or storage."""
