@@ -23,7 +23,7 @@ from torchcompat.deferred_init import (
     materialize_module,
     materialize_tensor,
 )
-from torchcompat.fake import is_fake
+from torchcompat.fake import fake_mode, is_fake
 
 FLOAT8 = getattr(torch, "float8_e4m3fn", None)
 
@@ -233,6 +233,7 @@ def test_objects_of_plain_data():
             self.bound = torch.distributions.Independent(self.prior, 1)
             self.table = Table(torch.rand(2))
             self.space = types.SimpleNamespace(inner=[torch.rand(2)])
+            self.space.itself = [self.space] * 9
 
     eager, deferred = both(Model)
     assert is_deferred(deferred)
@@ -312,3 +313,27 @@ def test_swapped_with_a_real_tensor():
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert type(model.weight) is nn.Parameter
     assert torch.equal(model.weight, values)
+
+
+def test_a_module_that_is_a_dataclass():
+    @dataclasses.dataclass(eq=False)
+    class Scale(nn.Module):
+        size: int = 2
+
+        def __post_init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(self.size))
+
+    model = deferred_init(nn.Sequential, nn.Linear(1, 1), deferred_init(Scale))
+    materialize_module(model, recurse=False)
+    assert is_deferred(model[1])
+    materialize_module(model)
+    assert not is_deferred(model[1])
+
+
+def test_norms_of_fakes_without_a_tape():
+    with fake_mode():
+        matrix = torch.ones(3, 3)
+        for norm in (torch.linalg.norm, torch.linalg.svdvals, torch.linalg.cond, torch.norm):
+            assert is_fake(norm(matrix))
+        assert torch.norm(matrix, p="nuc").shape == ()

@@ -36,16 +36,23 @@ def _content(item: Any) -> Any:
     """Return what holds the tensors of a container or of an object of plain data, or None."""
     if isinstance(item, (dict, list, tuple, collections.deque)):
         return item
-    if isinstance(item, _PLAIN) or (dataclasses.is_dataclass(item) and not isinstance(item, type)):
-        return getattr(item, "__dict__", None)
-    return None
+    if isinstance(item, (type, torch.Tensor, torch.nn.Module)):
+        return None
+    plain = isinstance(item, _PLAIN) or dataclasses.is_dataclass(item)
+    return getattr(item, "__dict__", None) if plain else None
 
 
-def _slots(holder: Any, put: Callable[[Any], None] | None = None, depth: int = 0) -> Iterator[Slot]:
+def _slots(
+    holder: Any,
+    put: Callable[[Any], None] | None = None,
+    depth: int = 0,
+    seen: set[int] | None = None,
+) -> Iterator[Slot]:
     """Yield the places of a container and of the plain containers in it, to a depth of 8.
 
-    A tuple is put together anew, in its own place.
+    A tuple is put together anew, in its own place; others are visited once.
     """
+    seen = set() if seen is None else seen
     parts = list(holder) if isinstance(holder, tuple) else holder
 
     def replace(key: Any, new: Any) -> None:
@@ -61,8 +68,9 @@ def _slots(holder: Any, put: Callable[[Any], None] | None = None, depth: int = 0
         content = _content(item) if depth < 9 else None
         if content is None:
             yield item, here
-        else:
-            yield from _slots(content, here, depth + 1)
+        elif isinstance(content, tuple) or id(content) not in seen:
+            seen.add(id(content))
+            yield from _slots(content, here, depth + 1, seen)
 
 
 def _places(module: torch.nn.Module) -> Iterator[Slot]:

@@ -113,7 +113,8 @@ def _as_called(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     if not any(map(fake_tensor.is_fake, given)):
         with autograd_hooks.paused():
             return func(*args, **kwargs)
-    if torch.is_grad_enabled() and any(a.requires_grad for a in given):
+    graph = torch.is_grad_enabled() and any(a.requires_grad for a in given)
+    if graph or any(fake_tensor.is_fake(a) and a._value.storage is None for a in given):
         return func(*args, **kwargs)
     named = any(isinstance(a, str) for a in (*args, *kwargs.values()))
     return recorder.whole(autograd_hooks.WHOLE[func][named], args, kwargs)
