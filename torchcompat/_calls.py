@@ -18,6 +18,7 @@ from torchcompat._tape import (
     Storage,
     Value,
     checksums,
+    flat,
     stamp,
 )
 from torchcompat._thread import thread
@@ -63,7 +64,7 @@ def tensors(args: Any, kwargs: dict[str, Any]) -> Tensors:
     fakes: list[Any] = []
     reals: list[Any] = []
     for arg in (*args, *kwargs.values()):
-        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+        for item in flat(arg) if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(item, torch.Tensor):
                 (fakes if isinstance(item, FakeTensor) else reals).append(item)
     return fakes, reals

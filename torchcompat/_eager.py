@@ -13,7 +13,7 @@ import torch
 from torchcompat import _infer, _replay, autograd_hooks, fake_tensor
 from torchcompat._calls import constant, encode, fix, site, tensors
 from torchcompat._random import streams
-from torchcompat._tape import Const
+from torchcompat._tape import Const, flat
 from torchcompat._thread import thread
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
 
     def real(item: Any) -> Any:
         if isinstance(item, (list, tuple)):
-            return [real(i) for i in item] if any(map(torch.is_tensor, item)) else item
+            return [real(i) for i in item] if any(map(torch.is_tensor, flat(item))) else item
         return made.get(id(item), item)
 
     real_args = [real(a) for a in args]
