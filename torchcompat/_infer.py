@@ -145,13 +145,16 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
                 return call_on(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not
                 failed = error
-        items = tensors_in((*args, *kwargs.values()))
-        on_cpu = all(_geometry(i).device == _CPU for i in items)
-        if failed is not None and on_cpu:
+        if failed is not None and _all_on_cpu(args):
             raise failed
         result = call_on(plan.func, args, kwargs, _shadow_of, _META)
-        laid = on_cpu and not plan.foreign and plan.name in _LAID_BY_CPU
-        return _laid_by_cpu(plan.func, args, kwargs, result) if laid else result
+        if plan.name in _LAID_BY_CPU and not plan.foreign and _all_on_cpu(args):
+            return _laid_by_cpu(plan.func, args, kwargs, result)
+        return result
+
+
+def _all_on_cpu(args: Any) -> bool:
+    return all(_geometry(i).device == _CPU for i in tensors_in(args))
 
 
 def _laid_by_cpu(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -180,9 +183,7 @@ def _laid_by_cpu(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> A
         tried = call_on(func, args, kwargs, small if shrink else _zeros_like, _CPU)
     except Exception:
         return result
-    if not isinstance(result, (list, tuple)):
-        return _laid_as(result, tried)
-    return type(result)(map(_laid_as, result, tried))
+    return _laid_as(result, tried)
 
 
 def _laid_as(result: Any, tried: Any) -> Any:

@@ -133,13 +133,13 @@ def _norm(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Build what is always built for real, of computed values."""
-    return func(*(recorder.real_data([a])[0] for a in args), **kwargs)
+    return func(*map(recorder.real_data, args), **kwargs)
 
 
 def _split(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Split a tensor at places that are computed."""
-    kwargs = {name: recorder.real_data([a])[0] for name, a in kwargs.items()}
-    return func(*args[:1], *(recorder.real_data([a])[0] for a in args[1:]), **kwargs)
+    kwargs = {name: recorder.real_data(a) for name, a in kwargs.items()}
+    return func(*args[:1], *map(recorder.real_data, args[1:]), **kwargs)
 
 
 _SERVED: dict[Any, Callable[..., Any]] = {
