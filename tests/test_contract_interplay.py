@@ -136,6 +136,22 @@ def test_places_to_split_at_may_be_deferred():
     verify(lambda: torch.randn(8).tensor_split(torch.tensor([1, 3])))
     verify(lambda: torch.tensor_split(torch.randn(8), torch.arange(2) + 2))
 
+    def pieces_of_what_is_named():
+        whole = torch.randn(8)
+        pieces = torch.tensor_split(input=whole, tensor_indices_or_sections=torch.arange(2) + 2)
+        whole.zero_()
+        return [whole, *pieces]
+
+    verify(pieces_of_what_is_named)
+
+
+def test_data_may_be_passed_by_name():
+    verify(lambda: torch.tensor(data=[torch.randn(2)[0], 3.0]))
+    verify(lambda: torch.as_tensor(data=(torch.randn(2)[0], torch.randn(2)[1])))
+    if RELEASE >= (2, 1):  # before, torch shows modes no call of it
+        verify(lambda: torch.asarray(obj=[torch.randn(2)[0]]))
+    verify(lambda: torch.nn.functional.one_hot(input=torch.arange(3), num_classes=4))
+
 
 def test_splits_that_are_unsafe_share_memory():
     def build():

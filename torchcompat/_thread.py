@@ -77,10 +77,16 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+def _computed(recorder: Any, data: Any) -> Any:
+    """Compute the fakes in sequences; a tensor itself is copied like any other."""
+    return recorder.real_data(data) if isinstance(data, (list, tuple)) else data
+
+
 def _from_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Build a tensor from data: fakes in it are computed, absent devices come after."""
-    if args and isinstance(args[0], (list, tuple)):
-        args = (recorder.real_data(args[0]), *args[1:])
+    if args:
+        args = (_computed(recorder, args[0]), *args[1:])
+    kwargs.update((k, _computed(recorder, kwargs[k])) for k in ("data", "obj") if k in kwargs)
     device = kwargs.get("device")
     if device is None and not fake_tensor.hardware("cuda"):
         device = torch.empty(0).device  # the default, whoever set it
@@ -133,12 +139,14 @@ def _norm(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Build what is always built for real, of computed values."""
+    kwargs = {k: recorder.real_data(a) for k, a in kwargs.items()}
     return func(*map(recorder.real_data, args), **kwargs)
 
 
 def _split(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Split a tensor at places that are computed."""
-    kwargs = {name: recorder.real_data(a) for name, a in kwargs.items()}
+    whole = ("input", "self")
+    kwargs = {k: a if k in whole else recorder.real_data(a) for k, a in kwargs.items()}
     return func(*args[:1], *map(recorder.real_data, args[1:]), **kwargs)
 
 
