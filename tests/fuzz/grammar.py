@@ -348,7 +348,7 @@ _REBINDS = re.compile(
     r"([\w.]+)\.(data = |set_\(|t_\(|unsqueeze_\(|squeeze_\()((?:\w+)?(?:\.(?!clone|data)\w+)*)"
 )
 _OUTPUTS = re.compile(r"out=([\w.]+)\)")
-_COPIES = re.compile(r"([\w.]+)\.copy_\(([\w.]+)\)$")
+_COPIES = re.compile(r"([\w.]+)\.copy_\((.+)\)$")
 _UNCOUNTED = re.compile(r"([\w.]+)\.(?:data(?=[.\[].*(?:_\(| = ))|numpy\(\)\[)")
 _NORMAL = re.compile(r"torch\.normal\(([\w.]+),")
 _STRIDED = re.compile(r"([\w.]+)\.as_strided\(")
