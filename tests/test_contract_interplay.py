@@ -136,13 +136,14 @@ def test_places_to_split_at_may_be_deferred():
     verify(lambda: torch.randn(8).tensor_split(torch.tensor([1, 3])))
     verify(lambda: torch.tensor_split(torch.randn(8), torch.arange(2) + 2))
 
-    def pieces_of_what_is_named():
+    def pieces_of_what_is_named(name):
         whole = torch.randn(8)
-        pieces = torch.tensor_split(input=whole, tensor_indices_or_sections=torch.arange(2) + 2)
+        pieces = torch.tensor_split(**{name: whole}, tensor_indices_or_sections=torch.arange(2) + 2)
         whole.zero_()
         return [whole, *pieces]
 
-    verify(pieces_of_what_is_named)
+    for name in ("input", "a", "x", "x1"):  # torch takes numpy's names, too
+        verify(lambda name=name: pieces_of_what_is_named(name))
 
 
 def test_data_may_be_passed_by_name():

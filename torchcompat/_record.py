@@ -62,10 +62,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _as_tensors(positions: list[int], args: Any) -> Any:
     """Make tensors of numbers that the overload itself would not take."""
-    args = list(args)
     for i in positions:
         if i < len(args) and isinstance(args[i], (int, float, complex)):
-            args[i] = torch.tensor(args[i], device=_CPU)
+            args = (*args[:i], torch.tensor(args[i], device=_CPU), *args[i + 1 :])
     return args
 
 

@@ -77,16 +77,18 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def _computed(recorder: Any, data: Any) -> Any:
-    """Compute the fakes in sequences; a tensor itself is copied like any other."""
-    return recorder.real_data(data) if isinstance(data, (list, tuple)) else data
+def _computed(
+    recorder: Any, args: Any, kwargs: dict[str, Any], which: Callable[[Any, Any], bool]
+) -> tuple[Any, dict[str, Any]]:
+    """Compute the fakes in the arguments that ``which`` takes, told place or name, and value."""
+    args = [recorder.real_data(a) if which(i, a) else a for i, a in enumerate(args)]
+    return args, {k: recorder.real_data(a) if which(k, a) else a for k, a in kwargs.items()}
 
 
 def _from_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Build a tensor from data: fakes in it are computed, absent devices come after."""
-    if args:
-        args = (_computed(recorder, args[0]), *args[1:])
-    kwargs.update((k, _computed(recorder, kwargs[k])) for k in ("data", "obj") if k in kwargs)
+    # A tensor itself is copied like any other.
+    args, kwargs = _computed(recorder, args, kwargs, lambda _, a: isinstance(a, (list, tuple)))
     device = kwargs.get("device")
     if device is None and not fake_tensor.hardware("cuda"):
         device = torch.empty(0).device  # the default, whoever set it
@@ -139,17 +141,17 @@ def _norm(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _of_real_data(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Build what is always built for real, of computed values."""
-    kwargs = {k: recorder.real_data(a) for k, a in kwargs.items()}
-    return func(*map(recorder.real_data, args), **kwargs)
+    args, kwargs = _computed(recorder, args, kwargs, lambda *_: True)
+    return func(*args, **kwargs)
 
 
 def _split(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Split a tensor at places that are computed."""
-    whole = ("input", "self")
-    kwargs = {k: a if k in whole else recorder.real_data(a) for k, a in kwargs.items()}
-    return func(*args[:1], *map(recorder.real_data, args[1:]), **kwargs)
+    args, kwargs = _computed(recorder, args, kwargs, lambda at, _: at in _PLACES)
+    return func(*args, **kwargs)
 
 
+_PLACES = {1, 2, "indices", "sections", "indices_or_sections", "tensor_indices_or_sections"}
 _SERVED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.xpu), _moved),
