@@ -111,7 +111,7 @@ def dense(g: Geometry) -> bool:
 
 def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     """Note that ``op`` extends the autograd graph, and from which leaves."""
-    if not any(t.requires_grad for t in inputs):
+    if not any(map(_in_graph, inputs)):
         return
     dtypes = ((r, r.geometry.dtype) for r in results)
     results = [r for r, dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
@@ -127,7 +127,14 @@ def note_graph(op: Op, inputs: Any, results: list[Value]) -> None:
     op.leaves = [(f._value, fake_tensor.real_class(f)) for f in graded if f.is_leaf]
     found = [weakref.ref(r) for r in results]
     for fake in fakes:
-        fake._value.storage.dependents.append((found, 0 if fake.requires_grad else op.seq))
+        fake._value.storage.dependents.append((found, 0 if _in_graph(fake) else op.seq))
+    if op.name == "clone":
+        g = fakes[0]._value.geometry
+        results[0].resolves = g.conj or g.neg
+
+
+def _in_graph(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or (isinstance(tensor, FakeTensor) and tensor._value.resolves)
 
 
 def note_draws(plan: Plan, op: Op, args: Any, kwargs: Any, device: torch.device) -> None:

@@ -175,7 +175,10 @@ def _dressed(fake: Any, real: torch.Tensor) -> torch.Tensor:
 
 def _refuse_functions(fake: Any) -> None:
     """Refuse to lose a graph that leads through a ``torch.autograd.Function``."""
-    nodes = [fake.grad_fn]
+    try:
+        nodes = [fake.grad_fn]
+    except RuntimeError:  # of a view that was written to, torch cannot say
+        return
     for node in nodes:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise RuntimeError(

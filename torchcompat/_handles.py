@@ -68,10 +68,14 @@ def assign(fake: Any, source: torch.Tensor) -> None:
     """Serve ``fake.data = source``: the fake stands for the source's memory from now on."""
     if fake_tensor.is_fake(source):
         _calls.fix(fake, source._value.alias(apart=True))
-    elif source.device.type == "meta" or source.layout != torch.strided:
-        torch.Tensor.data.__set__(fake, source)  # type: ignore[attr-defined]
-    else:
+    elif (
+        isinstance(source, torch.Tensor)
+        and source.device.type != "meta"
+        and (source.layout == torch.strided)
+    ):
         _calls.fix(fake, _calls.constant(source))
+    else:  # torch says why not
+        torch.Tensor.data.__set__(fake, source)  # type: ignore[attr-defined]
 
 
 def compute(fake: Any) -> torch.Tensor:
@@ -107,8 +111,9 @@ def deepcopy(fake: Any, memo: dict[int, Any]) -> Any:
             copied = aten.clone.default(fake_tensor.wrap(value))._value
         else:
             copied = _copied(value, memo)
-        made = fake_tensor.wrap(copied, type(fake))
+        made = fake_tensor.wrap(copied)
     made.requires_grad_(fake.requires_grad)
+    made.__class__ = type(fake)
     memo[id(fake)] = made
     if parameter:
         return made

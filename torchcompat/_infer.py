@@ -39,7 +39,7 @@ mm addmm bmm mv dot outer triu tril repeat flip roll index_select gather embeddi
 argsort diag diagonal_copy constant_pad_nd linalg_qr sign reciprocal sqrt rsqrt exp log sin cos
 fill_ add_ sub_ mul_ div_ pow_ clamp_ masked_fill masked_fill_ clone _to_copy index index_put_
 native_layer_norm native_batch_norm convolution max_pool2d_with_indices _adaptive_avg_pool2d
-avg_pool2d _weight_norm_interface upsample_nearest2d empty_like
+avg_pool2d _weight_norm_interface upsample_nearest2d empty_like bucketize searchsorted
 """
 _BY_SHAPE = frozenset(_NAMES.split())
 

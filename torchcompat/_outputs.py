@@ -121,6 +121,7 @@ class Outputs:
             self.op.position = streams.Position(streams.Origin(before))
             self.op.after = streams.Position(streams.Origin(after))
             self.op.takes_generator = self.plan.generator
+            self.op.kwargs = {k: v for k, v in self.op.kwargs.items() if k != "generator"}
         return result
 
     def _look(self) -> Any:

@@ -87,6 +87,9 @@ class Plan:
         arguments = schema.arguments
         self.argument_names = [a.name for a in arguments]
         self.generator = "generator" in self.argument_names
+        # Where a generator that need not be named comes last among the arguments.
+        given = self.generator and not arguments[-1].kwarg_only
+        self.generator_at = len(arguments) - 1 if given else None
         self.random = self.generator or torch.Tag.nondeterministic_seeded in func.tags
         self.writes = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
@@ -116,6 +119,7 @@ class Plan:
         # Where a number may come in place of a tensor that the overload itself takes no number for.
         tensors = [i for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
         self.numbers = [] if autograd_hooks.takes_numbers(self.name) else tensors[1:]
+        self.adapts = bool(self.numbers) or self.generator_at is not None
 
     def _is_elementwise(self, func: Any) -> bool:
         """Tell whether every element of the one result comes from its own place alone."""

@@ -32,7 +32,7 @@ _OPTIONS = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record one operator, or run it, and return what the caller gets."""
     plan = plans.get(func) or plan_for(func)
-    args = _as_tensors(plan.numbers, args) if plan.numbers else args
+    args, kwargs = _adapted(plan, args, kwargs) if plan.adapts else (args, kwargs)
     first = args[0] if args else None
     if isinstance(first, FakeTensor):
         if plan.fills and _is_fill(first, args):
@@ -60,12 +60,15 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return record(plan, args, kwargs, (fakes, reals))
 
 
-def _as_tensors(positions: list[int], args: Any) -> Any:
-    """Make tensors of numbers that the overload itself would not take."""
-    for i in positions:
+def _adapted(plan: Plan, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Make tensors of numbers that the overload itself would not take; name the generator."""
+    for i in plan.numbers:
         if i < len(args) and isinstance(args[i], (int, float, complex)):
             args = (*args[:i], torch.tensor(args[i], device=_CPU), *args[i + 1 :])
-    return args
+    at = plan.generator_at
+    if at is not None and len(args) > at:
+        args, kwargs = args[:at], {**kwargs, "generator": args[at]}
+    return args, kwargs
 
 
 def _is_fill(fake: Any, args: Any) -> bool:
@@ -95,7 +98,7 @@ def _fill(plan: Plan, fake: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         op.overwrites = True
     else:
         op.reads = (value,)
-    if op.grad and fake.requires_grad:
+    if op.grad and (fake.requires_grad or value.resolves):
         note_graph(op, (fake,), [value])
     if plan.random:
         note_draws(plan, op, args, kwargs, value.geometry.device)
@@ -192,7 +195,7 @@ def _without_fakes(plan: Plan, args: Any, kwargs: dict[str, Any], reals: list[An
         return record(plan, args, kwargs, ([], reals))
     if plan.is_like and not plan.writes:
         return _factory(plan, args, kwargs)
-    if not plan.tensors_only:
+    if not plan.tensors_only or (plan.name == "from_file" and not thread.pure):  # which may change
         return _eager.run(plan, args, kwargs)
     if thread.pure:
         return _pure(plan, args, kwargs, ([], []), True)

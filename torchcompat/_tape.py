@@ -138,6 +138,7 @@ class Value:
         "op",
         "parent",
         "real",
+        "resolves",
         "storage",
     )
 
@@ -161,6 +162,8 @@ class Value:
         # What its tensor, a leaf of a graph, was before ``.data =``.
         self.former: Value | None = None
         self.finished = False  # whether ``real`` is the object that was given out
+        # Whether it is what torch, below autograd, made of a conjugate or negative in a graph.
+        self.resolves = False
 
     def alias(self, apart: bool = False) -> Value:
         """Make a handle on the same memory, outside the graph."""

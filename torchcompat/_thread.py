@@ -208,11 +208,11 @@ def recording(recorder: Any) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Give every generator that this thread moved its true state."""
-    while thread.generators:
-        _, generator = thread.generators.popitem()
-        with autograd_hooks.paused():
-            streams.settle(generator)
+    """Give every generator that this thread moved its true state, also if one cannot be had."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(autograd_hooks.paused())
+        while thread.generators:
+            stack.callback(streams.settle, thread.generators.popitem()[1])
 
 
 @contextlib.contextmanager

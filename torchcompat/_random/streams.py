@@ -99,7 +99,12 @@ class Origin:
         """Return the state, running the operators it waits for."""
         for origin, position, op in reversed(self.unknown()):
             spending = _offsets.get(_signature(op)) if op else Spending(0)
-            origin.learn(spend(position.state(), spending) if spending else run_for_state(op))
+            try:
+                state = spend(position.state(), spending) if spending else run_for_state(op)
+            except Exception:  # eager torch would have failed there, and drawn nothing
+                origin.source = position.state()
+                raise
+            origin.learn(state)
         return self.source
 
     def learn(self, state: torch.Tensor) -> None:
@@ -195,13 +200,19 @@ def draw(op: Any, generator: torch.Generator, spending: Any, recording: bool) ->
 
 def expose(generator: torch.Generator) -> None:
     """Give a visible generator its true state, because something is about to draw or read it."""
-    position = placed(generator)
+    position, failed = placed(generator), None
     while position is not None:
-        state = position.state()
+        try:
+            state = position.state()
+        except Exception as error:
+            failed = failed or error
+            continue
         with _lock:
             if placed(generator) is position:  # no other thread has recorded a draw meanwhile
                 generator.set_state(state)
         position = placed(generator)
+    if failed is not None:
+        raise failed
 
 
 def settle(generator: torch.Generator) -> None:

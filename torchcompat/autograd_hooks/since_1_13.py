@@ -42,9 +42,10 @@ def _make_subclass(original: Any, recorder: Any) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         if len(args) < 2 or not fake_tensor.is_fake(args[1]):
             return original(*args, **kwargs)
-        made = recorder.alias(args[1])
+        flag = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
+        made = recorder.alias(args[1]).requires_grad_(flag)
         made.__class__ = fake_tensor.fake_class(args[0])
-        return made.requires_grad_(args[2] if len(args) > 2 else kwargs.get("require_grad", False))
+        return made
 
     return staticmethod(make)
 

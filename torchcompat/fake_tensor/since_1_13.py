@@ -169,10 +169,10 @@ class FakeTensor(_Classed, OnDevice):  # type: ignore[misc]  # a class made by a
         return _recorder.compute(self).tolist()
 
     def __copy__(self) -> Any:
-        made = _recorder.alias(self)
+        made = _recorder.alias(self).requires_grad_(self.requires_grad)
         made.__class__ = type(self)
         vars(made).update({k: v for k, v in vars(self).items() if k != "_value"})
-        return made.requires_grad_(self.requires_grad)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _recorder.deepcopy(self, memo)
@@ -242,6 +242,8 @@ def fake_class(cls: type) -> type[FakeTensor]:
         body: dict[str, Any] = {"__doc__": f"A fake {cls.__name__}.", "__module__": __name__}
         if issubclass(cls, UninitializedTensorMixin):
             body["materialize"] = _initialize
+            # It says what may be done before then, and of which class the results are.
+            body["__torch_function__"] = vars(UninitializedTensorMixin)["__torch_function__"]
         metaclass: Any = type(cls)
         try:
             _classes[cls] = metaclass(cls.__name__, (FakeTensor, cls), body)
@@ -297,7 +299,8 @@ def wrap(value: Any, cls: type[FakeTensor] = FakeTensor) -> FakeTensor:
 def refit(fake: FakeTensor, value: Any) -> None:
     """Make a fake report, and stand for, another value."""
     storage = value.storage
-    inference = fake.is_inference() if storage is None else storage.inference
+    with torch._C.DisableTorchFunction():  # a lazy parameter refuses the question
+        inference = fake.is_inference() if storage is None else storage.inference
     with torch.inference_mode(inference), torch.no_grad():
         like = wrap(value)
         if torch._has_compatible_shallow_copy_type(fake, like):
