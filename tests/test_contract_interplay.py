@@ -67,6 +67,8 @@ def test_results_lie_as_eager_lays_them(build):
 ROUNDED = {
     "spectral norm": lambda w: torch.linalg.matrix_norm(w, 2),
     "by name": lambda w: torch.linalg.matrix_norm(input=w, ord="nuc"),
+    "by default": lambda w: torch.linalg.matrix_norm(w),
+    "by default and more": lambda w: torch.linalg.matrix_norm(w, keepdim=True),
     "norm": lambda w: w / torch.linalg.norm(w, 2),
     "norm, smallest": lambda w: torch.linalg.norm(w, ord=-2, dim=(0, 1), keepdim=True),
     "norm, fro": lambda w: torch.linalg.norm(w, "fro"),

@@ -202,6 +202,34 @@ def test_lazy_parameters_refuse_what_they_refuse_eagerly():
     deferred_init(refused)
 
 
+# Containers.
+
+
+class Irreps(tuple):
+    """Refuses what a tuple can do, as e3nn's does."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_):
+        raise NotImplementedError
+
+    __len__ = count = index = __contains__ = _refuse
+
+
+def test_a_tuple_without_a_length_among_the_attributes():
+    class Keeps(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.irreps = Irreps((1, 2))
+            self.parts = Irreps((torch.randn(2), torch.ones(1)))
+
+    module = deferred_init(Keeps)
+    materialize_module(module)
+    for each in (module.weight, *iter(module.parts)):
+        assert not is_fake(each)
+    assert type(module.parts) is Irreps
+
+
 # Files.
 
 

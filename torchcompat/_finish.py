@@ -53,7 +53,8 @@ def _slots(
     A tuple is put together anew, in its own place; others are visited once.
     """
     seen = set() if seen is None else seen
-    parts = list(holder) if isinstance(holder, tuple) else holder
+    # Some tuples (e3nn's) have no length, so theirs is not asked.
+    parts = [*tuple.__iter__(holder)] if isinstance(holder, tuple) else holder
 
     def replace(key: Any, new: Any) -> None:
         if parts[key] is new:
@@ -62,7 +63,7 @@ def _slots(
         if put is not None and parts is not holder:
             put(getattr(type(holder), "_make", type(holder))(parts))
 
-    pairs = holder.items() if hasattr(holder, "items") else enumerate(holder)
+    pairs = parts.items() if hasattr(parts, "items") else enumerate(parts)
     for key, item in list(pairs):
         here = functools.partial(replace, key)
         content = _content(item) if depth < 9 else None

@@ -30,18 +30,6 @@ _LAID_BY_CPU = {"_linalg_svd", "linalg_eig", "_fft_r2c", "_fft_c2r", "_fft_c2c"}
 _SHRUNK = 1 << 12  # elements beyond which a trial for strides is made on smaller tensors,
 _KEPT = 8  # and the largest size that is kept there
 _dtypes: dict[Any, torch.dtype] = {}
-# Operators whose result's shape and dtype never depend on what the tensors hold.
-_NAMES = """
-add sub mul div pow copy_ where clamp relu gelu silu sigmoid tanh softmax _softmax _log_softmax
-arange linspace logspace eye tril_indices triu_indices full zeros ones hann_window
-cat stack sum mean prod amax amin max min any all std var norm linalg_vector_norm cumsum cumprod
-mm addmm bmm mv dot outer triu tril repeat flip roll index_select gather embedding sort topk
-argsort diag diagonal_copy constant_pad_nd linalg_qr sign reciprocal sqrt rsqrt exp log sin cos
-fill_ add_ sub_ mul_ div_ pow_ clamp_ masked_fill masked_fill_ clone _to_copy index index_put_
-native_layer_norm native_batch_norm convolution max_pool2d_with_indices _adaptive_avg_pool2d
-avg_pool2d _weight_norm_interface upsample_nearest2d empty_like bucketize searchsorted
-"""
-_BY_SHAPE = frozenset(_NAMES.split())
 
 
 def geometry_of(tensor: torch.Tensor, device: torch.device | None = None) -> Geometry:
@@ -139,8 +127,7 @@ def infer(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Any:
             if found is not None:
                 return found
         failed = None
-        by_shape = plan.elementwise or plan.name in _BY_SHAPE or plan.name.startswith("_foreach_")
-        if by_shape and _little(plan, args):
+        if plan.by_shape and _little(plan, args):
             try:
                 return call_on(plan.func, args, kwargs, _zeros_like, _CPU)
             except Exception as error:  # on the CPU it fails so, elsewhere it may not

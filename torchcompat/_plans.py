@@ -56,6 +56,28 @@ _UNTAGGED = {"polar", "complex", "lerp", "nan_to_num", "where"}
 # Handles whose own sizes or memory an operator changes.
 _REBINDS = {"resize_", "resize_as_", "set_"}
 # Memory that is in truth shared, and writes that the schema keeps quiet about: (argument, flag).
+# Operators whose result's shape and dtype never depend on what the tensors hold, and whose kernels
+# can be tried on zeros. (Not all can: some write past the end, some say that zeros will not do.)
+_NAMES = """
+add sub mul div pow copy_ where clamp relu gelu silu sigmoid tanh softmax _softmax _log_softmax
+arange linspace logspace eye tril_indices triu_indices full zeros ones hann_window empty_like
+cat stack sum mean prod amax amin max min any all std var norm linalg_vector_norm cumsum cumprod
+mm addmm bmm mv dot vdot outer addmv addr baddbmm addbmm linalg_cross trace linalg_qr _linalg_svd
+_linalg_eigh linalg_matrix_exp linalg_norm linalg_matrix_norm geqrf linalg_householder_product
+triu tril repeat flip roll rot90 block_diag diag diag_embed diagonal_copy
+constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+index_select gather embedding take scatter scatter_ scatter_add scatter_add_ index_add index_fill
+index_copy index_add_ index_fill_ index_copy_ addmm_ addmv_ addr_ baddbmm_ aminmax _linalg_det
+_linalg_slogdet sort topk kthvalue argsort argmax argmin std_mean var_mean logsumexp logcumsumexp
+count_nonzero bucketize searchsorted sign reciprocal sqrt rsqrt exp log sin cos fill_ add_ sub_
+mul_ div_ pow_ clamp_ masked_fill masked_fill_ clone _to_copy index index_put_ native_layer_norm
+native_batch_norm native_group_norm convolution max_pool2d_with_indices _adaptive_avg_pool2d
+avg_pool2d _weight_norm_interface upsample_nearest2d upsample_linear1d upsample_bilinear2d
+upsample_bicubic2d affine_grid_generator grid_sampler_2d im2col col2im pixel_shuffle
+channel_shuffle glu _prelu_kernel mse_loss nll_loss_forward renorm _cdist_forward
+_fft_r2c _fft_c2c _fft_c2r fft_fftfreq fft_rfftfreq hamming_window bartlett_window _trilinear
+"""
+_BY_SHAPE = frozenset(_NAMES.split())
 _HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 _HIDDEN_WRITES = {
     "native_batch_norm": (("running_mean", "running_var"), "training"),
@@ -115,6 +137,8 @@ class Plan:
         keeps = self.elementwise or (own and self.name in _KEEPS_SIZES)
         self.keeps_sizes = keeps and (self.inplace or not self.writes)
         self.sized = self.is_like and self.name in _SIZED
+        listed = self.elementwise or self.name in _BY_SHAPE
+        self.by_shape = listed or self.name.startswith("_foreach_")
         self.composite = autograd_hooks.is_composite(func)
         # Where a number may come in place of a tensor that the overload itself takes no number for.
         tensors = [i for i, a in enumerate(arguments) if str(a.type) == "Tensor"]

@@ -125,6 +125,8 @@ def _as_called(recorder: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     if graph or any(fake_tensor.is_fake(a) and a._value.storage is None for a in given):
         return func(*args, **kwargs)
     named = any(isinstance(a, str) for a in (*args, *kwargs.values()))
+    if func is torch.linalg.matrix_norm and len(args) == 1 and "ord" not in kwargs:
+        named = True  # by default it is
     return recorder.whole(autograd_hooks.WHOLE[func][named], args, kwargs)
 
 

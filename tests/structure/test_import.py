@@ -91,6 +91,11 @@ from torch import nn
 from torchcompat.deferred_init import deferred_init, materialize_module
 deferred_init(nn.Sequential, nn.Linear(3, 3), nn.LayerNorm(3))
 deferred_init(nn.Linear, 3, 3)
+def norms():
+    normed = nn.utils.parametrizations
+    nn.init.sparse_(torch.empty(3, 4), 0.3), nn.init.orthogonal_(torch.empty(3, 4))
+    return normed.spectral_norm(nn.Linear(3, 3)), normed.orthogonal(nn.Linear(3, 3))
+deferred_init(norms)
 """
     loaded = observe(fresh, statement)["loaded"]
     unwanted = ("sympy", "torch._dynamo", "torch.distributed.tensor")
