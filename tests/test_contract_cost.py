@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.equality import assert_equal, both, materialize
+from tests.equality import RELEASE, assert_equal, both, materialize
 from tests.zoo import language
 from torchcompat.deferred_init import (
     deferred_init,
@@ -161,6 +161,10 @@ def test_many_writes_to_many_views():
 
 
 @needs_proc
+@pytest.mark.skipif(
+    RELEASE < (2, 10) and sys.version_info >= (3, 14),
+    reason="torch 2.9 on Python 3.14 never frees what any tensor has as an attribute",
+)
 def test_recording_again_and_again_leaks_nothing():
     def once():
         model = deferred_init(language.Llama)
