@@ -38,15 +38,23 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def uv() -> str:
+    """Return the uv that nox uses: one on the path, or else one where only Python looks."""
+    return shutil.which("uv") or import_module("uv").find_uv_bin()
+
+
 def _forget_unused_wheels() -> None:
-    """Remove the unpacked wheels no environment links to, then the cache's references to them."""
-    uv = shutil.which("uv")
-    if uv is None:  # nox found it where only Python looks
-        uv = import_module("uv").find_uv_bin()
-    cache = subprocess.run([uv, "cache", "dir"], check=True, capture_output=True, text=True)
+    """Let uv forget the packages of which it keeps an unpacked wheel no environment links to.
+
+    uv does it, by name: when folders of its cache are deleted by hand, its reference to a wheel
+    from a local folder stays behind, and it cannot install that wheel again.
+    """
+    cache = subprocess.run([uv(), "cache", "dir"], check=True, capture_output=True, text=True)
+    unused = set()
     for archives in Path(cache.stdout.strip()).glob("archive-v*"):
         for wheel in archives.iterdir():
             links = (path.stat().st_nlink for path in wheel.rglob("*") if path.is_file())
             if all(count == 1 for count in links):
-                shutil.rmtree(wheel, ignore_errors=True)
-    subprocess.run([uv, "cache", "prune"], check=True)
+                unused.update(path.name.split("-")[0] for path in wheel.glob("*.dist-info"))
+    if unused:
+        subprocess.run([uv(), "cache", "clean", *sorted(unused)], check=True)

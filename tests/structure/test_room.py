@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import stat
+import shutil
+import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -25,20 +26,45 @@ def environments(tmp_path):
     return folder
 
 
+class Uv:
+    """uv with a cache of its own and a folder of wheels, each of one module ``NAME.py``."""
+
+    def __init__(self, folder):
+        self.wheels = folder / "wheels"
+        self.archives = folder / "cache" / "archive-v0"
+        self.wheels.mkdir()
+
+    def add_wheel(self, name: str) -> None:
+        info = f"{name}-1.0.dist-info"
+        files = {
+            f"{name}.py": "x = 1\n",
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD"))
+        with zipfile.ZipFile(self.wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            for path, text in files.items():
+                wheel.writestr(path, text)
+
+    def install(self, name: str, target) -> None:
+        links = f"--find-links={self.wheels}"
+        options = ("--no-index", links, "--link-mode=hardlink", f"--target={target}")
+        subprocess.run([room.uv(), "pip", "install", *options, name], check=True)
+
+    def cached(self) -> list[str]:
+        return sorted(path.stem for path in self.archives.glob("*/*.py"))
+
+
 @pytest.fixture
 def cache(tmp_path, environments, monkeypatch):
-    """A cache with one wheel that an environment links to and one that none does."""
-    folder = tmp_path / "cache" / "archive-v0"
-    for name in ("used", "unused"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "code.py").write_text("x = 1\n")
-    os.link(folder / "used" / "code.py", environments / "tests-2-1" / "code.py")
-    uv = tmp_path / "bin" / "uv"
-    uv.parent.mkdir()
-    uv.write_text(f'#!/bin/sh\n[ "$2" = dir ] && echo {folder.parent} || touch {tmp_path}/pruned\n')
-    uv.chmod(uv.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{uv.parent}{os.pathsep}{os.environ['PATH']}")
-    return folder
+    """uv's cache with one wheel that an environment links to and one that none does any more."""
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    uv = Uv(tmp_path)
+    for name, target in (("used", environments / "tests-2-1"), ("unused", tmp_path / "gone")):
+        uv.add_wheel(name)
+        uv.install(name, target)
+    shutil.rmtree(tmp_path / "gone")
+    return uv
 
 
 def names(folder):
@@ -57,21 +83,22 @@ def test_nothing_goes_while_there_is_room(monkeypatch, environments, cache):
     free(monkeypatch, 30)
     room.make(environments, "tests-2-1")
     assert names(environments) == ["not-one", "tests-2-1", "tests-2-2"]
-    assert names(cache) == ["unused", "used"]
+    assert cache.cached() == ["unused", "used"]
 
 
 def test_other_environments_go_first(monkeypatch, environments, cache):
     free(monkeypatch, 15, 30)
     room.make(environments, "tests-2-1")
     assert names(environments) == ["not-one", "tests-2-1"]
-    assert names(cache) == ["unused", "used"]
+    assert cache.cached() == ["unused", "used"]
 
 
 def test_then_wheels_that_no_environment_links_to(monkeypatch, environments, cache, tmp_path):
     free(monkeypatch, 15, 15, 30)
     room.make(environments, "tests-2-1")
-    assert names(cache) == ["used"]
-    assert (tmp_path / "pruned").exists()
+    assert cache.cached() == ["used"]
+    cache.install("unused", tmp_path / "again")
+    assert (tmp_path / "again" / "unused.py").exists()
 
 
 def test_no_room_is_an_error(monkeypatch, environments, cache):
