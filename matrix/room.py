@@ -50,7 +50,7 @@ def _forget_unused_wheels() -> None:
     from a local folder stays behind, and it cannot install that wheel again.
     """
     cache = subprocess.run([uv(), "cache", "dir"], check=True, capture_output=True, text=True)
-    unused = set()
+    unused: set[str] = set()
     for archives in Path(cache.stdout.strip()).glob("archive-v*"):
         for wheel in archives.iterdir():
             links = (path.stat().st_nlink for path in wheel.rglob("*") if path.is_file())
