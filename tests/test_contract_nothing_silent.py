@@ -270,7 +270,16 @@ BROKEN = {
     "integer gradient": lambda: torch.zeros(2, dtype=torch.int64).requires_grad_(),
     "integer parameter": lambda: nn.Parameter(torch.zeros(2, dtype=torch.int64)),
     "linear": lambda: nn.Linear(3, 2)(torch.zeros(1, 4)),
-    "negative size": lambda: torch.zeros(-1),
+    **{
+        f"negative size, {make.__name__}": lambda make=make: make(2, -1)
+        for make in (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye)
+    },
+    "negative size, full": lambda: torch.full((-1,), 2.0),
+    "negative size, randint": lambda: torch.randint(3, (-1,)),
+    "negative size, new": lambda: torch.ones(2).new_empty(-1),
+    "negative size, randperm": lambda: torch.randperm(-1),
+    "negative size, linspace": lambda: torch.linspace(0, 1, -1),
+    "negative size, window": lambda: torch.hann_window(-1),
     "deepcopy of non-leaf": lambda: __import__("copy").deepcopy(nn.Parameter(torch.ones(2)) * 2),
     "cast in place": lambda: torch.zeros(2, dtype=torch.int64).add_(0.5),
     "item of many": lambda: torch.zeros(2).item(),

@@ -401,6 +401,45 @@ def test_another_thread_may_draw_while_one_materialises():
     assert_equal(expected, drawn)
 
 
+def drawn_between():
+    late = torch.bernoulli(torch.full((3,), 2.0))
+    torch.randn(9)
+    torch.manual_seed(3)
+    torch.randn(2)
+    return late
+
+
+# What eager torch refuses at the call, for its values, and a recording only when they are read.
+REFUSED = {
+    "normal": lambda _: torch.normal(torch.zeros(3), -torch.ones(3)),
+    "normal, many": lambda _: torch.normal(torch.zeros(20), -torch.ones(20)),
+    "normal of drawn": lambda _: torch.normal(torch.randn(3), -torch.ones(3)),
+    "bernoulli": lambda _: torch.bernoulli(torch.full((3,), 2.0)),
+    "bernoulli, generator": lambda g: torch.bernoulli(torch.full((3,), 2.0), generator=g),
+    "poisson": lambda _: torch.poisson(-torch.ones(3)),
+    "multinomial": lambda _: torch.multinomial(torch.zeros(3), 1),
+    "after one unknown": lambda _: torch.multinomial(torch.poisson(torch.ones(4)) * 0, 1),
+    "more drawn before it is read": lambda _: drawn_between(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("before", [False, True])
+def test_what_failed_and_was_caught_has_drawn_what_it_draws_in_eager(name, before):
+    """It counted as if it had run, and all that was drawn after it was other than in eager."""
+
+    def build():
+        own = torch.Generator().manual_seed(4)
+        found = [torch.randn(33), torch.randn(3, generator=own)] if before else []
+        try:
+            found += REFUSED[name](own).tolist()
+        except RuntimeError:
+            found.append(torch.ones(1))
+        return [*found, torch.randn(17), nn.Linear(5, 6), torch.randn(4, generator=own)]
+
+    verify(build)
+
+
 TRUNCATED_FIRST = """
 import torch
 from torch import nn

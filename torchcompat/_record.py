@@ -163,7 +163,7 @@ def _sized(plan: Plan, args: Any, kwargs: dict[str, Any], device: Any, like: Any
         return None
     size = plan.argument("size", args, kwargs)
     if size and min(size) < 0:
-        return None
+        torch.empty(size, device=_CPU)  # fails where eager fails
     if dtype is None and like is not None:
         dtype = like.dtype
     elif dtype is None and plan.name == "full":

@@ -16,6 +16,7 @@ from torchcompat import fake_tensor
 from torchcompat._random import streams
 from torchcompat._schedule import Schedule, read_by, require_hardware, written_by
 from torchcompat._tape import Op, Storage, Value, flat, replace
+from torchcompat._thread import thread
 
 _ERRORS = (IndexError, NotImplementedError, TypeError, ValueError)
 
@@ -215,11 +216,16 @@ class Run:
         if cursor is None:
             cursor = self._cursors[device] = streams.Cursor(device)
         generator = cursor.seek(op.position)
-        if op.takes_generator:
-            result = op.func(*args, **kwargs, generator=generator)
-        else:
-            with streams.borrowed(device, generator):
-                result = op.func(*args, **kwargs)
+        try:
+            if op.takes_generator:
+                result = op.func(*args, **kwargs, generator=generator)
+            else:
+                with streams.borrowed(device, generator):
+                    result = op.func(*args, **kwargs)
+        except Exception:
+            if thread.deferred:
+                streams.failed(op, streams.get_state(generator))
+            raise
         cursor.passed(op.after)
         if not self.schedule.targets:
             self.final_state = streams.get_state(generator)

@@ -196,6 +196,7 @@ class Op:
     position: Any = None  # where in its generator's stream it starts drawing
     after: Any = None  # and where it leaves it
     takes_generator = False
+    generator: Any = None  # the visible one that was moved past it
     site: tuple[str, int] | None = None
 
     def __init__(

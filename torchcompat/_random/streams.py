@@ -102,7 +102,8 @@ class Origin:
             try:
                 state = spend(position.state(), spending) if spending else run_for_state(op)
             except Exception:  # eager torch would have failed there, and drawn nothing
-                origin.source = position.state()
+                if not isinstance(origin.source, torch.Tensor):
+                    origin.source = position.state()
                 raise
             origin.learn(state)
         return self.source
@@ -192,10 +193,24 @@ def draw(op: Any, generator: torch.Generator, spending: Any, recording: bool) ->
     with _lock:
         op.position = here = placed(generator) or Position(Origin(get_state(generator)))
         op.after = here.after(spending, op)
+        op.generator = generator
         if recording:
             _place(generator, op.after)
     if not recording:
         generator.set_state(op.after.state())
+
+
+def failed(op: Any, state: torch.Tensor) -> None:
+    """Put the visible generator back to the ``state`` in which ``op`` failed while recording.
+
+    Eager torch fails at the call, so that whatever moved the generator since did not happen.
+    """
+    with _lock:
+        generator, op.generator = op.generator, None
+        if generator is not None:  # the first time
+            generator.set_state(state)
+            if not isinstance(op.after.origin.source, torch.Tensor):
+                op.after.origin.source = state
 
 
 def expose(generator: torch.Generator) -> None:
